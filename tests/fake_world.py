@@ -19,7 +19,7 @@ class OneRank:
     """Collectives of a single rank: they return at once."""
 
     rank, size, hostname = 0, 1, "here"
-    run_on_all_ranks, once = World.run_on_all_ranks, World.once
+    run_on_all_ranks, run_first_and_broadcast = World.run_on_all_ranks, World.run_first_and_broadcast
 
     def allgather(self, item: Any) -> list[Any]:
         return [item]
@@ -31,7 +31,7 @@ class OneRank:
 class ThreadWorld:
     """One rank of several that are threads of this process, each on a host of its own."""
 
-    run_on_all_ranks, once = World.run_on_all_ranks, World.once
+    run_on_all_ranks, run_first_and_broadcast = World.run_on_all_ranks, World.run_first_and_broadcast
 
     def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self.hostname, self.node_group = rank, size, f"node{rank}", OneRank()

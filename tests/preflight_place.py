@@ -14,10 +14,10 @@ from shell_slurm import program
 
 from tlt_hpc.cli.main import parse
 from tlt_hpc.extras.preflight import mpi, system_checks
-from tlt_hpc.extras.preflight.checklist import all_results
+from tlt_hpc.extras.preflight.checklist import check_job_of_options
 from tlt_hpc.extras.preflight.program import ProgramOutput
 from tlt_hpc.extras.preflight.results import Finding
-from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.models.tokenizer import package_asset_folder
 
 NODES = "main*|up|1-00:00:00|256000|gpu:a100:4(S:0-1)"
 SCRIPT = """#!/usr/bin/env bash
@@ -87,7 +87,7 @@ class Place:
 
     def check(self) -> dict[str, Finding]:
         """What the command finds, by the checks' names."""
-        return dict(all_results(parse(self.command_line())))
+        return dict(check_job_of_options(parse(self.command_line())))
 
     def command_line(self) -> list[str]:
         return ["preflight", str(ROOT / "jobs" / "tiny.toml"), *self.base(), *self.arguments]
@@ -102,7 +102,7 @@ class Place:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """The embedded model, forty problems, and the answers of a working MPI, without starting it."""
     path, place = tmp_path, Place(tmp_path, monkeypatch)
-    shutil.copytree(embedded("tiny"), place.model)
+    shutil.copytree(package_asset_folder("tiny"), place.model)
     rows = [{"prompt": f"gcd({2 * n},{3 * n})=", "answer": str(n)} for n in range(1, 41)]
     place.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "bin").mkdir()
@@ -110,7 +110,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     for name in [name for name in os.environ if name.startswith(("SBATCH_", "SLURM_", "TLT_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("TMPDIR", str(path))
-    monkeypatch.setattr(mpi, "ask", answer_of_mpich)
+    monkeypatch.setattr(mpi, "run_program", answer_of_mpich)
     place.torch_for("")
     return place
 

@@ -24,11 +24,11 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli import main, rank_commands
 from tlt_hpc.cluster.slurm import SlurmError
 from tlt_hpc.cluster.stopping import END_SECONDS, Stop, start_time_limit_timers
-from tlt_hpc.cluster.watch.beat import BEAT, Member
+from tlt_hpc.cluster.watch.rank_progress import BEAT, Member
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.run.job import Drafting
-from tlt_hpc.run.kept import describe_progress
+from tlt_hpc.run.kept_responses import describe_progress
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import read_lines
 
@@ -183,10 +183,10 @@ class Driver:
             folder.make_missing_folders()
             claim_owner(folder.status, start)
 
-        world.once(claim)
+        world.run_first_and_broadcast(claim)
         if world.rank == 0:
             start_watch(process, folder.status, start)
-        pulse, engine = Pulse(world.private_comm(), 50e-3), Engine(cluster, 0.3, None)
+        pulse, engine = Pulse(world.duplicate_comm(), 50e-3), Engine(cluster, 0.3, None)
         engine.chooser = SimpleNamespace(acceptance=SimpleNamespace(state=dict, load_state=lambda state: None))
         engine.release_pages = lambda: None
         cache = SimpleNamespace(tolerating_write_errors=nullcontext, end_step=lambda: None, abandon_step=lambda: None)
@@ -198,13 +198,16 @@ class Driver:
             load_engine_drafter=lambda: None,
             replica=SimpleNamespace(size=1, number=world.rank, mark=None), policy=Policy(world.rank, world.size),
             checkpoints=CheckpointStore(folder.checkpoints, 2), load_policy=lambda step: cluster.sleep(1e-3),
-            prompts=None, shard=list, calibrate=lambda *_: None,
+            prompts=None, own_replica_requests=list, calibrate=lambda *_: None,
             plan=SimpleNamespace(add_step_metrics=lambda line: None),
             decoder=SimpleNamespace(device=torch.device("cpu"), shape=None), tokenizer=None,
             mismatch=SimpleNamespace(warning_for_step=lambda *_: ""),
         )  # fmt: skip
         reporter = SimpleNamespace(
-            replayed=lambda step: None, started=lambda *_: None, stepped=lambda line: None, phase=lambda *_: None
+            show_replayed_step=lambda step: None,
+            show_start=lambda *_: None,
+            show_step=lambda line: None,
+            show_phase=lambda *_: None,
         )
         engine.memory_table = dict
         *_, result = train.take_steps(job, None, reporter)
@@ -221,7 +224,7 @@ class Driver:
 
             world.agree_to_stop = agree
             status = rank_commands.requeue_stopped_job(world, folder.path, progress)
-        world.leave()
+        world.finalize_mpi_all_ranks()
         return status
 
 
@@ -244,5 +247,5 @@ def check_end(folder: RunFolder, num_steps: int) -> None:
         raise ScheduleError(f"a finished run of {num_steps} steps has the lines of {list(read_lines(folder.metrics))}")
     found = CheckpointStore(folder.checkpoints, 1).open_newest()
     wanted = [num_steps] * NUM_WEIGHTS
-    if found is None or found.step != num_steps or found.read("policy", "weights").tolist() != wanted:
+    if found is None or found.step != num_steps or found.read_tensor("policy", "weights").tolist() != wanted:
         raise ScheduleError(f"a finished run of {num_steps} steps has the checkpoint {found}")

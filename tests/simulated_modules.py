@@ -19,7 +19,7 @@ from tlt_hpc.checkpoint import manifest, save
 from tlt_hpc.cli import main, rank_commands
 from tlt_hpc.cluster import slurm, stopping
 from tlt_hpc.mpi import ending, owner, progress, pulse, world
-from tlt_hpc.rl import ahead
+from tlt_hpc.rl import ahead_generation
 from tlt_hpc.run import rollout_loop, saving
 from tlt_hpc.storage import folder, step_lines
 
@@ -100,7 +100,7 @@ def simulated() -> Iterator[None]:
         silence = stack.enter_context(Path(os.devnull).open("w"))
         stack.enter_context(redirect_stdout(silence))
         stack.enter_context(redirect_stderr(silence))
-        for module in (pulse, progress, owner, stopping, saving, rollout_loop, ahead, ending):
+        for module in (pulse, progress, owner, stopping, saving, rollout_loop, ahead_generation, ending):
             stack.enter_context(patch.object(module, "time", CLOCK))
         for module in (progress, stopping, save, ending):
             stack.enter_context(patch.object(module, "threading", THREADS))

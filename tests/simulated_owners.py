@@ -19,7 +19,7 @@ from simulated_steps import line_of, train_add_line
 
 from tlt_hpc import train
 from tlt_hpc.cli import main
-from tlt_hpc.cluster.watch.beat import BEAT, Member
+from tlt_hpc.cluster.watch.rank_progress import BEAT, Member
 from tlt_hpc.cluster.watch.record import FINISHED, HEARTBEAT_SECONDS, write_record
 from tlt_hpc.mpi.owner import QUIET_SECONDS, claim_owner
 from tlt_hpc.storage.folder import RunFolder
@@ -59,7 +59,7 @@ class Contest:
         record = start_watch(process, folder.status, start)
         for step in range(max(read_lines(folder.metrics), default=-1) + 1, self.num_steps):
             cluster.sleep(cluster.random.random() * 8.0)
-            train.commit(folder, 1, step, line_of(step))
+            train.commit_step(folder, 1, step, line_of(step))
         write_record(folder.status, replace(record, ending=FINISHED))
         return 0
 

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from tlt_hpc.cluster.watch.beat import BEAT, Beat
+from tlt_hpc.cluster.watch.rank_progress import BEAT, Beat
 
 if TYPE_CHECKING:
     from simulated_mpi import Comm, Request
 
-TRACED = ("pulse.py", "progress.py", "replica.py")
+TRACED = ("mpi/pulse.py", "mpi/progress.py", "mpi/replica.py")
 """Files of the package between whose lines a thread may be interrupted."""
 
 

@@ -22,9 +22,9 @@ from tlt_hpc.config import UserError
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rl.ahead import AheadGeneration
+from tlt_hpc.rl.ahead_generation import AheadGeneration
 from tlt_hpc.run import rollout_loop
-from tlt_hpc.run.saving import should_continue
+from tlt_hpc.run.saving import agree_to_continue
 from tlt_hpc.run.session import Session
 from tlt_hpc.storage.folder import WriteError
 
@@ -37,19 +37,19 @@ class Engine:
     def __init__(self, cluster: Cluster, seconds: float, agree: Any) -> None:
         self._cluster, self._seconds, self._agree = cluster, seconds, agree
         self.left: list[int] = []
-        self.ahead = SimpleNamespace(waiting=[], end=lambda: None)
-        self.finished: list[int] = []
+        self.ahead = SimpleNamespace(waiting=[], end_and_keep_texts=lambda: None)
+        self.finished_rollouts: list[int] = []
         self.num_tokens = self.text_mark = 0
-        self.has_waiting = False
+        self.may_prefill = False
         self.at_end = lambda: None
 
     has_work = property(lambda self: bool(self.left))
-    has_ahead = property(lambda self: bool(self.ahead.waiting))
+    has_ahead_work = property(lambda self: bool(self.ahead.waiting))
     num_unfinished = property(lambda self: len(self.left))
 
     def submit(self, rounds: list[int]) -> None:
         self.left += rounds
-        self.has_waiting = bool(rounds)
+        self.may_prefill = bool(rounds)
         if not rounds:
             self.at_end()
 
@@ -61,12 +61,12 @@ class Engine:
         if self._agree and self.num_tokens % 3:
             self._agree(self.num_tokens)
         self._cluster.sleep(self._seconds * self._cluster.random.random())
-        work, self.has_waiting = self.left or self.ahead.waiting, False
+        work, self.may_prefill = self.left or self.ahead.waiting, False
         if work:
             work[0] -= 1
             if work[0] <= 0:
                 work.pop(0)
-                self.finished.append(self.num_tokens)
+                self.finished_rollouts.append(self.num_tokens)
                 if work is self.left and not work:
                     self.at_end()
 
@@ -97,7 +97,7 @@ class Spot:
         self._cluster = cluster
         self.records: list[int] = []
 
-    def micro_step(self, is_over: Any) -> bool:
+    def take_micro_step(self, is_over: Any) -> bool:
         for _ in range(self._cluster.random.randint(1, 20)):
             if is_over():
                 return True
@@ -128,7 +128,7 @@ def agree(world: World, key: Any) -> Stop:
 def begin(process: Process, know: Callable[[StopFlag], None] = lambda flag: None) -> World:
     """What ``main`` and ``connect`` of the command line do, without their checks."""
     flag = StopFlag()
-    flag.install()
+    flag.install_signal_handlers()
     know(flag)
     world = World(process.comm, flag)
     world.process = process
@@ -141,7 +141,7 @@ def as_rank(work: Callable[[Process], int], process: Process) -> int:
     try:
         return work(process)
     except (UserError, WriteError) as error:
-        return main.end_ranks_with_error(main.as_error(error), process.comm.rank)
+        return main.end_ranks_with_error(main.to_user_error(error), process.comm.rank)
     except KeyboardInterrupt:
         process.cluster.injected["second Ctrl-C"] += 1
         return main.end_ranks_with_error(UserError("interrupted"), process.comm.rank, main.INTERRUPTED)
@@ -232,9 +232,9 @@ def roll(cluster: Cluster, shape: Any, process: Process) -> int:
     """One rank: rollouts until all are done or a stop is agreed on."""
     world = begin(process)
     replica = Replica(world, shape.tensor_parallel)
-    comm = world.private_comm()
+    comm = world.duplicate_comm()
     pulse = ReplicaPulse(comm, replica, shape.busy) if replica.size > 1 else Pulse(comm, shape.busy)
-    engine = Engine(cluster, shape.seconds, replica.agree if replica.size > 1 else None)
+    engine = Engine(cluster, shape.seconds, replica.broadcast_from_first_rank if replica.size > 1 else None)
     spot, use = Spot(cluster), SimpleNamespace(trains=shape.trains, ahead=shape.ahead)
     job = SimpleNamespace(
         world=world, replica=replica, pulse=pulse, engine=engine, checkpoints=CheckpointStore(cluster.folder, 1),
@@ -243,7 +243,7 @@ def roll(cluster: Cluster, shape: Any, process: Process) -> int:
     stop = Stop.NONE
     for epoch in range(shape.rollouts):
         own = max((SIGNALS[number] for number in process.signalled), default=Stop.NONE)
-        goes_on = should_continue(world, job.checkpoints)
+        goes_on = agree_to_continue(world, job.checkpoints)
         same(cluster, ("continues", epoch), goes_on)
         if not goes_on:
             break
@@ -254,8 +254,8 @@ def roll(cluster: Cluster, shape: Any, process: Process) -> int:
         ahead = AheadGeneration(engine, replica, pulse, shape.work[epoch] if use.ahead else [])
         roster = generate(cluster, job, epoch, requests, Scorer(cluster), use, ahead)
         engine.abort()
-        ahead.pause()
-        if roster.stopping:
+        ahead.end_idle_span()
+        if roster.has_stop_vote:
             stop = agree(world, ("rollout", epoch))
             if not stop:
                 raise ScheduleError(f"rollout {epoch} was stopped, and no rank wants to stop")
@@ -264,7 +264,7 @@ def roll(cluster: Cluster, shape: Any, process: Process) -> int:
     if agreed < stop:
         raise ScheduleError(f"{stop!r} was agreed on, later {agreed!r}")
     pulse.close()
-    world.leave()
+    world.finalize_mpi_all_ranks()
     return 0
 
 
@@ -300,10 +300,10 @@ def generate(
         raise ScheduleError(f"rank {rank} has posted {counts[rank] - before} rounds, and leaves with {roster.round}")
     if any(status.tokens for other, status in enumerate(roster.statuses) if other % job.replica.size):
         raise ScheduleError(f"the tokens of a replica are counted more than once: {roster.statuses}")
-    if not roster.over:
+    if not roster.is_over:
         raise ScheduleError(f"rank {rank} leaves rollout {epoch} before it is over")
-    if not roster.stopping and (engine.left or len(posted) < job.world.size):
+    if not roster.has_stop_vote and (engine.left or len(posted) < job.world.size):
         raise ScheduleError(f"rank {rank} leaves rollout {epoch} while {job.world.size - len(posted)} ranks decode")
-    if not roster.stopping and counts[rank] > max(posted.values()) + 1:
+    if not roster.has_stop_vote and counts[rank] > max(posted.values()) + 1:
         raise ScheduleError(f"rollout {epoch} ends {counts[rank] - max(posted.values())} rounds after its last token")
     return roster

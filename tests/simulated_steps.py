@@ -24,10 +24,10 @@ from tlt_hpc.checkpoint.save import list_checkpoints
 from tlt_hpc.cli import rank_commands
 from tlt_hpc.cluster import stopping
 from tlt_hpc.look.metrics import K3, PROBS_DIFF, SCORE, TRAINED_TOKENS
-from tlt_hpc.models.piece import own_pieces
-from tlt_hpc.rl.ahead import AheadGeneration
+from tlt_hpc.models.piece import own_tensor_pieces
+from tlt_hpc.rl.ahead_generation import AheadGeneration
 from tlt_hpc.run import replay, saving
-from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.folder import atomic_write
 from tlt_hpc.storage.step_lines import STEP
 
 NUM_WEIGHTS = 12
@@ -42,7 +42,7 @@ class Policy:
 
     def state_shard(self) -> dict[str, Any]:
         weights = torch.full((NUM_WEIGHTS,), float(self.updates))
-        return dict(own_pieces([("weights", weights)], self._rank, self._size))
+        return dict(own_tensor_pieces([("weights", weights)], self._rank, self._size))
 
     def load_state(
         self,
@@ -87,9 +87,9 @@ class Spot:
             raise ScheduleError(f"a drafter's checkpoint holds {values}")
         self.merged = int(values.pop())
 
-    def begin(self, step: int) -> None: ...
+    def begin_rollout(self, step: int) -> None: ...
 
-    def end(self) -> None:
+    def end_rollout(self) -> None:
         self.merged += 1
 
 
@@ -104,17 +104,17 @@ def roll_out(job: Any, step: int, reporter: Any) -> Any:
     roster = generate(RUNNING[-1], job, key, requests, Scorer(RUNNING[-1]), use, ahead)
     job.engine.abort()
     scorer = SimpleNamespace(judge_and_wait_for_rewards=lambda rollouts: np.zeros(0, np.float32))
-    return SimpleNamespace(stopped=roster.stopping, use=use, scorer=scorer, rollouts=[])
+    return SimpleNamespace(stopped=roster.has_stop_vote, use=use, scorer=scorer, rollouts=[])
 
 
 def write_step(path: Path, record: dict[str, int]) -> None:
-    with writing_beside(path) as part:
+    with atomic_write(path) as part:
         part.write_text(json.dumps(record))
 
 
 def read_ranks(job: Any, step: int) -> Any:
     """What all ranks' logs of a step say; None if one is missing."""
-    paths = job.world.once(lambda: job.folder.rollout_logs(step))
+    paths = job.world.run_first_and_broadcast(lambda: job.folder.rollout_logs(step))
     own = job.world.run_on_all_ranks(
         lambda: [json.loads(path.read_text()) for path in paths[job.world.rank :: job.world.size]]
     )
@@ -186,7 +186,11 @@ def queue_again(environment: Any, folder: Path, progress: str) -> str:
     return said
 
 
-train_add_line, saving_drop_lines, stopping_queue_again = train.add_line, saving.drop_lines, stopping.queue_again
+train_add_line, saving_drop_lines, stopping_queue_again = (
+    train.add_line,
+    saving.drop_lines,
+    stopping.requeue_job_if_progress,
+)
 
 
 @contextmanager
@@ -196,17 +200,17 @@ def parts() -> Iterator[None]:
     with ExitStack() as stack:
         for module, changes in {
             train: {
-                "read_exam_all_ranks": nothing, "reserve_copy": nothing, "check_judged": nothing,
+                "read_exam_all_ranks": nothing, "reserve_copy": nothing, "check_responses_judged": nothing,
                 "write_final_drafter": nothing,
                 "roll_out": roll_out, "resume": resume, "sums_on_gpus": lambda: False, "update_policy": update,
-                "gather_step": lambda job, rollouts, rewards: (job.world.allgather(rollouts), rewards),
-                "make_record": lambda job, step, *_: {"step": step, "rank": job.world.rank, "ranks": job.world.size},
+                "gather_step_rollouts": lambda job, rollouts, rewards: (job.world.allgather(rollouts), rewards),
+                "make_step_record": lambda job, step, *_: {"step": step, "rank": job.world.rank, "ranks": job.world.size},
                 "gather_step_metrics": lambda *_: line_of(RUNNING[-1].committed), "write_step": write_step,
                 "add_line": add_line,
             },
             replay: {"gather_logged_step": read_ranks, "update_policy": repeat_update},
-            saving: {"StepDraws": lambda *_: SimpleNamespace(requests=list), "drop_lines": drop_lines},
-            rank_commands: {"queue_again": queue_again}, stopping: {"queue_again": queue_again},
+            saving: {"StepDraws": lambda *_: SimpleNamespace(first_requests=list), "drop_lines": drop_lines},
+            rank_commands: {"requeue_job_if_progress": queue_again}, stopping: {"requeue_job_if_progress": queue_again},
             save: {"CHUNK_BYTES": 64},
         }.items():  # fmt: skip
             for name, value in changes.items():

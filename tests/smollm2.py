@@ -12,7 +12,7 @@ import torch
 from tiny import CPU
 
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.folder import read_folder_weights
 from tlt_hpc.models.shape import read_shape
 
 TOOL = Path(__file__).parents[1] / "tools" / "fetch_model.py"
@@ -52,5 +52,5 @@ def smollm2_folder() -> Path:
 def smollm2_decoder(dtype: torch.dtype = torch.float32) -> Decoder:
     folder = smollm2_folder()
     decoder = Decoder(read_shape(folder), dtype, CPU)
-    decoder.load(folder_weights(folder), 0)
+    decoder.load_weights(read_folder_weights(folder), 0)
     return decoder

@@ -16,8 +16,8 @@ from tiny import KeptFeatures, embedded_folder, embedded_tokenizer, gcd_requests
 
 from tlt_hpc.common.records import SampleKey, Stream
 from tlt_hpc.drafting.tail_plan import ACCEPT_LENGTH, SEQUENCES, STORED_ACCEPTED, STORED_TOKENS, TailPlan
-from tlt_hpc.models.folder import folder_weights
-from tlt_hpc.rl.ahead import longest_texts, order_to_generate_ahead
+from tlt_hpc.models.folder import read_folder_weights
+from tlt_hpc.rl.ahead_generation import longest_ahead_texts, order_to_generate_ahead
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.stored_text import SURE, StoredText
 from tlt_hpc.rollout.strategy import OFF, STORED, Strategy
@@ -30,11 +30,11 @@ TEXT = list(range(100, 160))
 def drafts_after(*parts: list[int], stored: list[int] = TEXT) -> list[int]:
     """Drafts for a response that has got these tokens, round by round."""
     cursor, text = StoredText(stored), [7, 7]
-    cursor.follow(text, 2, 99)
+    cursor.follow_response(text, 2, 99)
     for part in parts:
         text += part
-        cursor.follow(text, 2, 99)
-    return cursor.drafts(99)
+        cursor.follow_response(text, 2, 99)
+    return cursor.next_drafts(99)
 
 
 def test_a_cursor_follows_its_response_and_finds_it_again():
@@ -52,8 +52,8 @@ def test_a_cursor_follows_its_response_and_finds_it_again():
 
 def test_a_text_that_repeats_itself_is_not_searched_whole(monkeypatch):
     """Of 20,000 places at which the last tokens stand, those nearby are compared: all of them would take 0.2 s."""
-    compared, num_equal = [], StoredText._num_equal
-    monkeypatch.setattr(StoredText, "_num_equal", lambda *given: (compared.append(1), num_equal(*given))[1])
+    compared, num_equal = [], StoredText._num_equal_tokens
+    monkeypatch.setattr(StoredText, "_num_equal_tokens", lambda *given: (compared.append(1), num_equal(*given))[1])
     assert drafts_after([5] * 9000, [7], [5] * 20, stored=[5] * 20_000)[:3] == [5, 5, 5]
     assert 0 < len(compared) <= 200
 
@@ -69,8 +69,8 @@ def test_drafts_go_on_where_the_last_tokens_stand(stored, data):
     whole, room = [9] * start + text, data.draw(st.integers(1, 40))
     for end in sorted(data.draw(st.sets(st.integers(0, len(text))))):
         so_far = whole[: start + end]
-        count = cursor.follow(so_far, start, room)
-        drafts = cursor.drafts(room)
+        count = cursor.follow_response(so_far, start, room)
+        drafts = cursor.next_drafts(room)
         assert len(drafts) == count <= room and count not in (1, 2)
         last, places = so_far[start:][-4:], range(len(stored) - count + 1)
         assert not count or any(stored[i : i + count] == drafts and stored[:i][-4:] == last for i in places)
@@ -87,7 +87,7 @@ USUAL = [Strategy("drafter", 4), Strategy("drafter", 4, 2, 9), Strategy("ngram",
 
 def other_weights(scale: float):
     source = torch.Generator().manual_seed(0)
-    for name, weight in folder_weights(embedded_folder()):
+    for name, weight in read_folder_weights(embedded_folder()):
         yield name, weight + scale * torch.randn(weight.shape, generator=source) * weight.abs().mean()
 
 
@@ -118,9 +118,9 @@ def world(request):
     make = of_many_kinds if request.param else list
     sets = [make(requests) for requests in (OWN, NEXT, REFILL)]
     engine = full_engine([OFF], max_new_tokens=80, detokenize=embedded_tokenizer().decode)
-    engine.outbox.send_to(kept := KeptFeatures())
+    engine.outbox.set_sink(kept := KeptFeatures())
     plain = [{r.key: r for r in generate(engine, requests)} for requests in sets]
-    engine.outbox.send_to(None)
+    engine.outbox.set_sink(None)
     engine.load_policy(other_weights(0.2), 1)
     stored = {key: np.array(text, np.int32) for key, text in texts(generate(engine, sets[0] + sets[2])).items()}
     return sets, plain, dict(list(stored.items())[: -len(stored) // 4]), kept
@@ -144,18 +144,18 @@ def test_neither_stored_texts_nor_work_ahead_change_a_text(way, world):
         for truncates in (True, False):
             engine._rounds.capture(truncates)
         num_graphs = len(graphs)
-    engine.outbox.send_to(kept := KeptFeatures())
-    engine.draft_from(stored)
+    engine.outbox.set_sink(kept := KeptFeatures())
+    engine.set_stored_texts(stored)
     engine.submit_ahead(following)
     for _ in range(12):  # one that waited, before its own requests came
         engine.step()
-    assert engine.has_ahead
+    assert engine.has_ahead_work
     rollouts, tallies, num_ahead = [], [], 0
     for requests, wanted in ((own, plain), (refill, of_refill)):
         engine.submit(requests[::-1])
         while engine.has_work:
             engine.step()
-        found, counts = engine.collect(), engine.take_counts()
+        found, counts = engine.take_finished_rollouts(), engine.take_counts()
         assert texts(found) == texts(wanted.values())
         for rollout in found:
             np.testing.assert_allclose(rollout.log_probs, wanted[rollout.key].log_probs, atol=2e-4, rtol=2e-4)
@@ -173,13 +173,15 @@ def test_neither_stored_texts_nor_work_ahead_change_a_text(way, world):
     accepted, verified = np.sum(tallies, 0)
     assert 0.2 * verified < accepted <= verified, tallies
     assert num_ahead > 0 and not engine.has_work
-    while engine.has_ahead:
+    while engine.has_ahead_work:
         engine.step()
     num_ahead += engine.take_counts().num_ahead
     generated = engine.ahead.take_finished_texts()
     assert {key: text.tolist() for key, text in generated.items()} == texts(of_next.values())
     assert num_ahead >= sum(map(len, generated.values()))
-    assert not engine.finished and not engine.ahead.take_finished_texts() and engine._scheduler.pool.num_used == 0
+    assert (
+        not engine.finished_rollouts and not engine.ahead.take_finished_texts() and engine._scheduler.pool.num_used == 0
+    )
     assert "late" not in way or len(graphs) == num_graphs, "a graph was captured during the rollout"
     whole = {(*r.prompt_tokens.tolist(), *r.response_tokens.tolist()) for r in rollouts}
     assert set(kept.whole) == whole, "features of the step's own responses alone"
@@ -188,8 +190,8 @@ def test_neither_stored_texts_nor_work_ahead_change_a_text(way, world):
 def test_features_of_wide_passes_and_new_weights_in_the_middle(world):
     (own, following, _), (_, of_next, _), stored, expected = world
     engine = ahead_engine(max_live=8)
-    engine.outbox.send_to(kept := KeptFeatures())
-    engine.draft_from(stored)
+    engine.outbox.set_sink(kept := KeptFeatures())
+    engine.set_stored_texts(stored)
     generate(engine, own)
     for text, (_, features) in kept.whole.items():
         found, wanted = (torch.from_numpy(f).view(torch.bfloat16).float() for f in (features, expected.whole[text][1]))
@@ -198,13 +200,13 @@ def test_features_of_wide_passes_and_new_weights_in_the_middle(world):
     for _ in range(6):
         engine.step()
     engine.abort()
-    engine.ahead.end()
-    engine.load_policy(folder_weights(embedded_folder()), 2)
+    engine.ahead.end_and_keep_texts()
+    engine.load_policy(read_folder_weights(embedded_folder()), 2)
     begun = engine.ahead.take_finished_texts()
     assert any(len(text) < len(of_next[key].response_tokens) for key, text in begun.items())
     for key, text in begun.items():
         assert text.tolist() == of_next[key].response_tokens[: len(text)].tolist()
-    engine.draft_from(begun)
+    engine.set_stored_texts(begun)
     assert texts(generate(engine, following)) == texts(of_next.values())
 
 
@@ -242,7 +244,7 @@ def test_each_replica_gets_its_texts_and_of_several_the_longest():
         {key: np.arange(length, dtype=np.int32) for key, length in zip(keys, lengths, strict=True) if length}
         for lengths in ((5, 0, 2, 1), (3, 0, 7, 0), (4, 6, 1, 0))
     ]
-    found = longest_texts(ranks, {keys[0], keys[1], keys[2]}.__contains__)
+    found = longest_ahead_texts(ranks, {keys[0], keys[1], keys[2]}.__contains__)
     assert {key: len(text) for key, text in found.items()} == {keys[0]: 5, keys[1]: 6, keys[2]: 7}
 
 
@@ -258,7 +260,7 @@ def uses(plan: TailPlan, lines) -> str:
     found = ""
     for one in lines:
         plan.add_step_metrics(one)
-        use = plan.next()
+        use = plan.choose_idle_work()
         assert not (use.ahead and use.trains)
         found += "a" if use.ahead else "t" if use.trains else "-"
     return found
@@ -278,7 +280,7 @@ def test_what_idle_ranks_do():
     slower = [line(2.97 * 1.004**i) for i in range(20)]
     assert uses(TailPlan(True, "auto"), growing + slower)[20:].endswith("a"), "it pays no longer"
     plan = TailPlan(True, "auto")
-    assert uses(plan, [line(3.0)] * 6) == "ttttta" and plan.next().why == "generated ahead"
+    assert uses(plan, [line(3.0)] * 6) == "ttttta" and plan.choose_idle_work().why == "generated ahead"
     assert uses(plan, [line(3.0)] * 8) == "a" * 8
     assert uses(plan, [line(2.7)] * 6).endswith("t"), "the drafter falls behind: it is trained again"
     noisy = TailPlan(True, "auto")

@@ -21,8 +21,8 @@ from tlt_hpc.common.records import Rollout, SampleKey
 from tlt_hpc.config import AlgorithmSection, ConfigError, load_config, load_saved_config, parse_config, to_toml
 from tlt_hpc.config.recipes import RECIPES, Correction, CorrectionName, Recipe
 from tlt_hpc.rl.advantage import (
-    advantages_of,
     group_advantages,
+    token_advantages,
 )
 from tlt_hpc.rl.batches import cut_micro_batches, mini_batches, pack_rollouts, plan_updates
 from tlt_hpc.rl.loss import MismatchWatch, correction_weights, kl_estimate, mismatch_terms, policy_loss
@@ -86,7 +86,7 @@ def test_token_advantages_are_whitened_returns_to_go(lengths: list[int], seed: i
     rewards = [generator.normal(size=length) for length in lengths]
     totals = np.array([each.sum() for each in rewards], np.float32)
     returns = [sum(each[place:]) for each in rewards for place in range(len(each))]
-    found = advantages_of("batch", totals, np.array(lengths), 1, token_rewards=np.concatenate(rewards))
+    found = token_advantages("batch", totals, np.array(lengths), 1, token_rewards=np.concatenate(rewards))
     if len(returns) == 1:
         assert found.tolist() == [0]
         return
@@ -308,7 +308,7 @@ SCORES = np.array([1, 0, 1, 1], np.float32)
 class Policy:
     """Keeps what it is given."""
 
-    def reference_kl(self, rollouts: list[Rollout]) -> np.ndarray:
+    def sum_reference_kl_over_ranks(self, rollouts: list[Rollout]) -> np.ndarray:
         lengths = [rollout.response_tokens.size for rollout in rollouts]
         return np.repeat(np.array([0.5, 1.0, -0.5, 2.0]) / lengths, lengths)
 

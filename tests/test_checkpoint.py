@@ -35,10 +35,10 @@ from tlt_hpc.common import files
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.host_memory import available_bytes
 from tlt_hpc.models import weight_files
-from tlt_hpc.models.piece import Cut, Piece, own_pieces
+from tlt_hpc.models.piece import Cut, Piece, own_tensor_pieces
 from tlt_hpc.run.saving import begin_drafter_save_if_due
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.step_lines import best_evaluated
+from tlt_hpc.storage.step_lines import best_evaluated_step
 
 STATE = {"cursor": {"epoch": 1, "position": 7}, "tuner": [0.1, 2.5e-17], "name": "ü"}
 
@@ -75,8 +75,8 @@ def folder(tmp_path: Path) -> Path:
 
 def before_writing(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], None]) -> None:
     """Have ``act`` called with the path of each file of tensors before it is written."""
-    write = save_module.write_file
-    monkeypatch.setattr(save_module, "write_file", lambda path, tensors: (act(path), write(path, tensors)))
+    write = save_module.write_safetensors_file
+    monkeypatch.setattr(save_module, "write_safetensors_file", lambda path, tensors: (act(path), write(path, tensors)))
 
 
 def newest(store: Stores) -> Checkpoint:
@@ -87,9 +87,9 @@ def newest(store: Stores) -> Checkpoint:
 
 def assert_holds_shards(checkpoint: Checkpoint, size: int) -> None:
     wanted = {name: t for rank in range(size) for name, t in make_shards(rank, checkpoint.step)["policy"].items()}
-    assert checkpoint.names("policy") == sorted(wanted)
+    assert checkpoint.tensor_names("policy") == sorted(wanted)
     for name, tensor in wanted.items():
-        read = checkpoint.read("policy", name)
+        read = checkpoint.read_tensor("policy", name)
         assert torch.equal(read, tensor) and read.dtype == tensor.dtype, name
 
 
@@ -106,10 +106,10 @@ def test_what_was_saved_comes_back(store, folder, size):
     checkpoint = pickle.loads(pickle.dumps(newest(store)))  # one rank finds it and broadcasts it
     assert checkpoint.step == 10 and checkpoint.state == STATE
     assert_holds_shards(checkpoint, size)
-    assert checkpoint.read("drafter", "fc").dtype == torch.bfloat16
-    assert checkpoint.names("reference") == []
+    assert checkpoint.read_tensor("drafter", "fc").dtype == torch.bfloat16
+    assert checkpoint.tensor_names("reference") == []
     with pytest.raises(CheckpointError, match=r"no tensor 'other' in its part 'policy'.*choose another run.name"):
-        checkpoint.read("policy", "other")
+        checkpoint.read_tensor("policy", "other")
     with safe_open(folder / "step-000010" / f"policy-{size - 1:05d}-of-{size:05d}.safetensors", "pt") as file:
         assert sorted(file.keys()) == [f"layer{size - 1}.bias", f"layer{size - 1}.weight"]
     before = (folder / "step-000010" / "state.json").stat().st_mtime_ns
@@ -193,7 +193,7 @@ def test_one_that_the_disk_refuses_to_read_is_not_called_damaged(store, folder, 
         return true_open(path, *how)
 
     monkeypatch.setattr(os, "open", refuse)
-    for look in (store[0].open_newest, partial(store[0].open_step, 6), partial(store[0].list_steps_within, 1, 9)):
+    for look in (store[0].open_newest, partial(store[0].open_step, 6), partial(store[0].open_checkpoints_within, 1, 9)):
         with pytest.raises(UserError, match=rf"^{refused}: Stale file handle; .* start again; nothing was changed$"):
             look()
     assert not caplog.records
@@ -217,7 +217,7 @@ def test_leftovers_that_cannot_be_removed_are_named_on_all_ranks(store, folder, 
     assert [str(error) for error in save(store, 4)] == [wanted] * 2
 
 
-@pytest.mark.parametrize("moment", ["write_file", "write_manifest", "sync"])
+@pytest.mark.parametrize("moment", ["write_safetensors_file", "write_manifest", "sync"])
 def test_a_run_killed_while_saving_leaves_the_earlier_one(store, folder, monkeypatch, moment):
     save(store, 4, size=1)
     with monkeypatch.context() as patch:
@@ -289,13 +289,13 @@ def test_what_is_saved_is_the_state_at_begin(tmp_path, disk):
     store = CheckpointStore(tmp_path, keep=1)
     weight, steps, state = torch.randn(300, 70), torch.tensor(7), {"tuner": [1.0]}
     wanted = weight.clone()
-    store.begin(5, OneRank(), {"policy": {"weight": weight, "steps": steps}}, state)
+    store.start_save_all_ranks(5, OneRank(), {"policy": {"weight": weight, "steps": steps}}, state)
     weight.mul_(-1), steps.add_(1), state["tuner"].append(2.0)
     disk.set()
     store.wait_for_save(OneRank())
     checkpoint = store.open_step(5)
-    assert torch.equal(checkpoint.read("policy", "weight"), wanted)
-    assert checkpoint.read("policy", "steps") == 7 and checkpoint.state == {"tuner": [1.0]}
+    assert torch.equal(checkpoint.read_tensor("policy", "weight"), wanted)
+    assert checkpoint.read_tensor("policy", "steps") == 7 and checkpoint.state == {"tuner": [1.0]}
 
 
 def evaluated(step: int, **scores: float) -> str:
@@ -315,10 +315,10 @@ def test_the_best_evaluated_step_is_by_the_mean_over_data_sets(tmp_path):
         evaluated(60, gcd_mean4=0.3, gcd_greedy=0.9, math_mean4=0.3),
     ]
     path.write_text("".join(lines))
-    assert best_evaluated(path, range(10, 70, 10)) == 40, "0.55, as after 30 steps, and later"
-    assert best_evaluated(path, [20, 60]) == 20 and best_evaluated(path, [50]) is None
+    assert best_evaluated_step(path, range(10, 70, 10)) == 40, "0.55, as after 30 steps, and later"
+    assert best_evaluated_step(path, [20, 60]) == 20 and best_evaluated_step(path, [50]) is None
     path.write_text("".join(evaluated(n, gcd_greedy=n / 7 % 1) for n in (5, 6, 8)))
-    assert best_evaluated(path, [5, 6, 8]) == 6 and best_evaluated(tmp_path / "none", [5]) is None
+    assert best_evaluated_step(path, [5, 6, 8]) == 6 and best_evaluated_step(tmp_path / "none", [5]) is None
 
 
 def test_the_best_checkpoint_stays_beside_the_newest_through_kills_and_resumes(tmp_path):
@@ -327,10 +327,10 @@ def test_the_best_checkpoint_stays_beside_the_newest_through_kills_and_resumes(t
     scores = {10: 0.2, 20: 0.5, 30: 0.4, 40: 0.3, 50: 0.6, 60: 0.0, 70: 0.0}
     there = {}
     for step, score in scores.items():
-        store = CheckpointStore(folder, 2, partial(best_evaluated, path))  # another start each time
+        store = CheckpointStore(folder, 2, partial(best_evaluated_step, path))  # another start each time
         with pytest.MonkeyPatch.context() as killed:
             if step == 40:  # killed as the new one is there and the old ones are not removed
-                killed.setattr(Save, "_prune", lambda self: None)
+                killed.setattr(Save, "_remove_old_checkpoints", lambda self: None)
             store.save(step, OneRank(), {"policy": {"weight": torch.ones(2)}}, {})
         there[step] = [int(name[5:]) for name in names_in(folder)]
         with path.open("a") as file:
@@ -361,14 +361,14 @@ def test_no_step_waits_for_the_drafters_own_saves(tmp_path, disk, caplog):
 
 def test_what_a_killed_run_has_listed_is_not_taken_for_ours(store, folder, monkeypatch):
     lists = {}
-    seal = save_module.Save._seal
+    seal = save_module.Save._finalize_checkpoint
 
     def remember(self: save_module.Save, files: Any) -> None:
         lists.update({path.name: path.read_bytes() for path in self._part.glob("*.list")})
         seal(self, files)
 
     with monkeypatch.context() as patched:
-        patched.setattr(save_module.Save, "_seal", remember)
+        patched.setattr(save_module.Save, "_finalize_checkpoint", remember)
         save(store, 5)
     killed = (folder / "step-000005").rename(folder / "step-000006.part")
     for name, content in lists.items():
@@ -389,9 +389,9 @@ def test_a_save_ends_on_all_ranks_in_the_same_step(store, monkeypatch):
 
     def step_until_saved(world: ThreadWorld) -> int:
         own = store[world.rank]
-        own.begin(5, world, make_shards(world.rank, 5), STATE)
+        own.start_save_all_ranks(5, world, make_shards(world.rank, 5), STATE)
         for steps in range(10_000):
-            reports = world.allgather(own.report())
+            reports = world.allgather(own.poll_save_state())
             own.end_save_if_all_done(reports)
             if reports[0] is None:
                 return steps
@@ -405,7 +405,9 @@ def test_a_save_ends_on_all_ranks_in_the_same_step(store, monkeypatch):
 def test_no_room_for_the_copy_is_found_before_the_first_step_on_all_ranks(store, monkeypatch):
     no_memory = RuntimeError("not enough memory: you tried to allocate 16777216 bytes.\nStack")
     monkeypatch.setattr(save_module.torch, "empty", Mock(side_effect=no_memory))
-    errors = on_threads(2, lambda world: store[world.rank].reserve(world, world.rank * 5, pinned=False))
+    errors = on_threads(
+        2, lambda world: store[world.rank].reserve_copy_memory_all_ranks(world, world.rank * 5, pinned=False)
+    )
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert "no room in host memory" in str(errors[0]) and "\n" not in str(errors[0])
 
@@ -416,7 +418,7 @@ def begin(stores: Stores, value: float = 0.0, size: int = 2) -> list[str]:
     def begin_on(world: ThreadWorld) -> None:
         shards = make_shards(world.rank, 6)
         shards["policy"][f"layer{world.rank}.weight"][2, 1] = value if world.rank == 1 else 0.0
-        stores[world.rank].begin(6, world, shards, STATE)
+        stores[world.rank].start_save_all_ranks(6, world, shards, STATE)
 
     return [str(error) for error in on_threads(size, begin_on)]
 
@@ -476,7 +478,7 @@ def test_a_node_that_is_too_small_for_its_ranks_is_named(store, monkeypatch):
 
     def reserve(world: ThreadWorld, num_nodes: int) -> None:
         world.node = world.rank % num_nodes
-        store[world.rank].reserve(world, 2 * 10**9, pinned=False)
+        store[world.rank].reserve_copy_memory_all_ranks(world, 2 * 10**9, pinned=False)
 
     text = "node0 has 3.0 GB of host memory left, and to save a checkpoint its ranks copy 4.0 GB"
     errors = on_threads(2, lambda world: reserve(world, 1))
@@ -498,25 +500,28 @@ def test_shares_of_all_ranks_are_the_whole(tmp_path, num_ranks):
     }
 
     def save_shares(world: ThreadWorld) -> int:
-        own = list(own_pieces(tensors.items(), world.rank, world.size))
+        own = list(own_tensor_pieces(tensors.items(), world.rank, world.size))
         CheckpointStore(tmp_path, keep=1).save(3, world, {"drafter": iter(own)}, {})
         return sum(piece.values.numel() for _, piece in own)
 
     counts = on_threads(num_ranks, save_shares)
     assert max(counts) - min(counts) <= 1
     checkpoint = CheckpointStore(tmp_path, keep=1).open_step(3)
-    assert checkpoint.names("drafter") == sorted(tensors)
+    assert checkpoint.tensor_names("drafter") == sorted(tensors)
     for name, wanted in tensors.items():
-        read = checkpoint.read("drafter", name)
+        read = checkpoint.read_tensor("drafter", name)
         assert read.dtype == wanted.dtype and torch.equal(read, wanted), name
     for name, slices in (
         ("wide", (slice(1, 4),)), ("wide", (slice(None), slice(9, 30))), ("wide", (slice(2, 3), slice(0, 5))),
         ("half", (slice(2, 4),)), ("mask", (slice(3, 8),)), ("wide", ()),
     ):  # fmt: skip
-        part, wanted = checkpoint.read("drafter", name, Cut(tuple(tensors[name].shape), slices)), tensors[name][slices]
+        part, wanted = (
+            checkpoint.read_tensor("drafter", name, Cut(tuple(tensors[name].shape), slices)),
+            tensors[name][slices],
+        )
         assert part.dtype == wanted.dtype and torch.equal(part, wanted), (name, slices)
     with pytest.raises(ValueError, match=r"weight 'wide' has shape \[5, 37\], config.json asks for \[5, 36\]"):
-        checkpoint.read("drafter", "wide", Cut((5, 36), (slice(1, 2),)))
+        checkpoint.read_tensor("drafter", "wide", Cut((5, 36), (slice(1, 2),)))
 
 
 def test_a_range_of_a_tensor_is_read_from_the_files_that_have_it(tmp_path, monkeypatch):
@@ -533,11 +538,14 @@ def test_a_range_of_a_tensor_is_read_from_the_files_that_have_it(tmp_path, monke
     # a rank's own share, and one of twice as many ranks or of fewer
     for first, last, num_files in ((128, 192, 1), (160, 192, 1), (100, 300, 4), (0, 512, 8)):
         opened.clear()
-        with checkpoint.reading("policy") as read:
+        with checkpoint.open_tensor_reader("policy") as read:
             found = read("layer", span=FlatRange(first, last, (8, 64)))
         assert torch.equal(found, layer.flatten()[first:last]) and len(set(opened)) == num_files
     for shape in ((8, 63), (9, 64), (64, 8)):  # of another model, whose elements it would take for its own
-        with checkpoint.reading("policy") as read, pytest.raises(CheckpointError, match=r"\[8, 64\], the model with"):
+        with (
+            checkpoint.open_tensor_reader("policy") as read,
+            pytest.raises(CheckpointError, match=r"\[8, 64\], the model with"),
+        ):
             read("layer", span=FlatRange(0, 8, shape))
 
 
@@ -548,7 +556,7 @@ def test_a_checkpoint_of_another_version_is_neither_skipped_nor_called_damaged(s
     document = {"format": "tlt_hpc checkpoint", "version": 2, "step": 6, "files": [old | {"tensors": tensors}]}
     (folder / "step-000006").mkdir()
     (folder / "step-000006" / "state.json").write_text(json.dumps(document | {"state": {}, "digest": "0"}))
-    for read in (lambda: newest(store), lambda: store[0].open_step(6), lambda: store[0].list_steps_within(5, 7)):
+    for read in (lambda: newest(store), lambda: store[0].open_step(6), lambda: store[0].open_checkpoints_within(5, 7)):
         with pytest.raises(CheckpointError, match=r"step-000006 is of version '2', this program reads 3: use the"):
             read()
 
@@ -560,7 +568,7 @@ def test_a_file_that_holds_another_shape_than_the_list_says_is_damaged(tmp_path,
     save_file(dict(zip(keys, stored, strict=True)), tmp_path / "a.safetensors")
     placed = Placed(shape=(2, 3), files=[0] * len(stops), stops=stops)
     with pytest.raises(CheckpointError, match=r"a\.safetensors has another 'w.*' than state\.json says"):
-        Checkpoint(tmp_path, 1, {}, ["a.safetensors"], {"p": {"w": placed}}).read("p", "w")
+        Checkpoint(tmp_path, 1, {}, ["a.safetensors"], {"p": {"w": placed}}).read_tensor("p", "w")
 
 
 def test_a_list_that_names_a_file_elsewhere_is_not_read():
@@ -575,7 +583,7 @@ def test_ranks_that_hold_too_little_or_too_much_are_found(tmp_path, bounds):
     for rank, (start, stop) in enumerate(bounds):
         about = {"part": "p", "name": f"{rank}.safetensors", "size": 1, "digest": ""}
         listed.append(ListedFile(**about, tensors=[("w", (2, 3), start, stop)]))
-        assert Piece(values[start:stop], start, (2, 3)).stop == stop
+        assert Piece(values[start:stop], start, (2, 3)).stop_index == stop
     with pytest.raises(CheckpointError, match="hold other elements of w than each once"):
         write_manifest(tmp_path / "state.json", 1, listed, {})
 

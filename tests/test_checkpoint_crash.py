@@ -18,7 +18,7 @@ from tlt_hpc.checkpoint import save
 from tlt_hpc.checkpoint.manifest import CheckpointError
 from tlt_hpc.checkpoint.save import Held
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.models.piece import own_pieces
+from tlt_hpc.models.piece import own_tensor_pieces
 from tlt_hpc.mpi.world import World
 
 NUM_WEIGHTS = 1_500_000
@@ -30,7 +30,12 @@ def save_until_killed(folder: str, place: str) -> None:
 
     ``done`` has a byte for each save that is known to have ended.
     """
-    world, weights, write_file, files = World.connect(), torch.zeros(NUM_WEIGHTS), save.write_file, list[Path]()
+    world, weights, write_file, files = (
+        World.connect(),
+        torch.zeros(NUM_WEIGHTS),
+        save.write_safetensors_file,
+        list[Path](),
+    )
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -46,11 +51,13 @@ def save_until_killed(folder: str, place: str) -> None:
             die()
 
     if world.rank == 1:
-        save.write_file = write
+        save.write_safetensors_file = write
     store = CheckpointStore(Path(folder) / "checkpoints", keep=2)
     for step in range(1, 10_000):
         weights.fill_(step)
-        store.begin(step, world, {"policy": own_pieces([("weights", weights)], world.rank, world.size)}, {"step": step})
+        store.start_save_all_ranks(
+            step, world, {"policy": own_tensor_pieces([("weights", weights)], world.rank, world.size)}, {"step": step}
+        )
         store.wait_for_save(world)
         if world.rank == 0:
             with (Path(folder) / "done").open("ab") as file:
@@ -69,7 +76,7 @@ def test_kill_9_of_one_of_two_ranks_leaves_the_old_checkpoint_or_the_new_one(tmp
         store = CheckpointStore(folder / "checkpoints", keep=2)
         found, num_done = store.open_newest(), (folder / "done").stat().st_size
         assert found is not None and found.step >= num_done > 0
-        weights = found.read("policy", "weights")
+        weights = found.read_tensor("policy", "weights")
         assert weights.numel() == NUM_WEIGHTS and (weights == found.step).all() and found.state["step"] == found.step
         store.save(20_000, OneRank(), {"policy": {"weights": torch.zeros(1)}}, {})  # the next start's
         assert not list((folder / "checkpoints").glob("*.part"))
@@ -91,8 +98,8 @@ def test_a_full_disk_is_told_on_all_ranks_and_the_earlier_checkpoint_stays(tmp_p
             assert isinstance(error, CheckpointError)
             assert "step-000004: rank" in str(error) and "No space left on device; free space there" in str(error)
         found = stores[0].open_newest()
-        assert found is not None and found.step == 2 and (found.read("policy", "weights") == 2).all()
+        assert found is not None and found.step == 2 and (found.read_tensor("policy", "weights") == 2).all()
         filling.unlink()
         save_on_both(4)
         found = stores[0].open_newest()
-        assert found is not None and found.step == 4 and (found.read("policy", "weights") == 4).all()
+        assert found is not None and found.step == 4 and (found.read_tensor("policy", "weights") == 4).all()

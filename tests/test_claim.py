@@ -8,7 +8,7 @@ from typing import Any
 
 from fake_world import on_threads
 
-from tlt_hpc.checkpoint.claim import claim_folder
+from tlt_hpc.checkpoint.claim import claim_run_folder_all_ranks
 from tlt_hpc.config import Config, load_config
 from tlt_hpc.storage import folder
 from tlt_hpc.storage.folder import RunFolder, wait_for_listed_files
@@ -21,7 +21,7 @@ def claim(*places: Path) -> list[str]:
 
     def on_rank(world: Any) -> None:
         config: Config = load_config(TINY, [f"run.folder={places[world.rank]}"])
-        claim_folder(RunFolder(config.folder), config, world)
+        claim_run_folder_all_ranks(RunFolder(config.folder), config, world)
 
     return [str(error or "") for error in on_threads(2, on_rank)]
 

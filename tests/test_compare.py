@@ -24,7 +24,7 @@ from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.storage.step_lines import add_line
 from tlt_hpc.studies import compare as study
-from tlt_hpc.studies.compare import MODES, Comparison, num_mismatched, read_comparison, rows_of, speed_rows, to_tree
+from tlt_hpc.studies.compare import MODES, Comparison, num_mismatched, read_comparison, speed_rows, table_rows, to_tree
 from tlt_hpc.train import RunResult
 
 CONFIG = load_config(TINY)
@@ -74,7 +74,7 @@ def compared(
 
 def test_equal_runs_are_equal_and_their_figures_are_the_logs(tmp_path):
     comparison = compared(tmp_path)
-    assert all(comparison.equal.values()) and comparison.mismatched_tokens == 0
+    assert all(comparison.equality_by_name.values()) and comparison.mismatched_tokens == 0
     assert comparison.speedups()["tail"]["rollout"].median == 2.0
     assert comparison.speedups()["ngram"]["step"].median == pytest.approx(10 / 6)
     plain, full = comparison.runs["plain"], comparison.runs["tail"]
@@ -82,7 +82,7 @@ def test_equal_runs_are_equal_and_their_figures_are_the_logs(tmp_path):
     assert (full.idle_rank_seconds, full.harvested_rank_seconds, full.drafter_steps) == (2.0, 1.0, 4)
     assert (full.rollout_seconds, full.step_seconds, full.update_seconds) == (4.0, 6.0, 1.0)
     assert (full.rollout_cpu_seconds, full.decode_cpu_seconds, full.step_cpu_seconds) == (2.0, 1.0, 3.0)
-    assert rows_of(comparison)["accept length"] == ["1.000", "2.000", "2.000", "2.000"]
+    assert table_rows(comparison)["accept length"] == ["1.000", "2.000", "2.000", "2.000"]
     assert speed_rows(comparison)["median rollout speed, plain = 1"] == ["1.00x", "2.00x", "2.00x", "2.00x"]
 
 
@@ -109,16 +109,16 @@ def test_modes_take_each_step_in_turn_and_in_every_order(monkeypatch):
         yield RunResult(0, job.steps, job.steps == 6, f"digest of {job.name}", "")
 
     monkeypatch.setattr(study, "take_steps", fake_steps)
-    monkeypatch.setattr(study, "finish_saves", lambda job: taken.append(f"{job.name} saved"))
+    monkeypatch.setattr(study, "wait_for_all_saves", lambda job: taken.append(f"{job.name} saved"))
     jobs = {name: SimpleNamespace(name=name, steps=6) for name in MODES[:3]}
-    assert study.take_turns(jobs, 6, lambda mode: None) == {name: f"digest of {name}" for name in jobs}
+    assert study.run_jobs_in_turn(jobs, 6, lambda mode: None) == {name: f"digest of {name}" for name in jobs}
     assert taken[:3] == [f"{name} saved" for name in jobs], "nothing is timed before all are ready"
     assert all(saved == f"{name} saved" for name, saved in zip(taken[3::2], taken[4::2], strict=True))
     rounds = [tuple(taken[start : start + 6 : 2]) for start in range(3, len(taken), 6)]
     assert sorted(rounds) == sorted(permutations(jobs))
     taken.clear()
     jobs["ngram"].steps = 2  # a signal
-    assert study.take_turns(jobs, 6, lambda mode: None) == {}
+    assert study.run_jobs_in_turn(jobs, 6, lambda mode: None) == {}
     assert taken.count("ngram") == 2 and max(taken.count("plain"), taken.count("tail")) <= 3
 
 
@@ -159,10 +159,10 @@ def test_a_log_that_is_missing_in_all_runs_does_not_pass_for_equal(tmp_path, mon
 def test_one_rank_reads_the_logs_for_all(tmp_path, monkeypatch):
     """Others may see them later: they would count differences, and end the command with another status."""
     readers = list[Path]()
-    monkeypatch.setattr(study, "run", lambda *of: RunResult(0, 1, True, "", ""))
+    monkeypatch.setattr(study, "run_training", lambda *of: RunResult(0, 1, True, "", ""))
     monkeypatch.setattr(study, "build_job", lambda *of: nullcontext())
     monkeypatch.setattr(study, "closing", lambda job: job)
-    monkeypatch.setattr(study, "take_turns", lambda *of: {"plain": "same"})
+    monkeypatch.setattr(study, "run_jobs_in_turn", lambda *of: {"plain": "same"})
     monkeypatch.setattr(study, "read_comparison", lambda config, parent, *of: readers.append(parent) or parent)
     found = on_threads(3, lambda world: study.compare(CONFIG, ("plain",), 1, world, nullcontext))
     assert len(readers) == 1 and found == readers * 3

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import (
     Config,
-    check_learns,
     check_model_limits,
+    check_run_can_learn,
     check_sequence_parallel,
     load_config,
     load_config_or_problems,
@@ -60,7 +60,7 @@ STEPS = "run.num_steps=9 algorithm.updates_per_step=2"
 )
 def test_values_at_the_bounds_of_the_checks_are_accepted(overrides: str) -> None:
     loaded = load_config(TINY, overrides.split())
-    check_learns(loaded)
+    check_run_can_learn(loaded)
     check_model_limits(loaded, loaded.data.max_prompt_tokens + loaded.rollout.max_new_tokens)
     assert parse_config(tomllib.loads(to_toml(loaded))) == loaded
     config = loaded.model_dump(mode="json")

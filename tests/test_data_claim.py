@@ -12,7 +12,7 @@ from answers import refusal
 from data_sets import PLAIN, RAW, config_of, gcd_rows, open_data, write_jsonl
 from fake_world import OneRank, ThreadWorld, on_threads
 
-from tlt_hpc.checkpoint.claim import claim_data, claim_folder
+from tlt_hpc.checkpoint.claim import claim_run_folder_all_ranks, write_or_check_fingerprints
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.data.prompts import FilePrompts
 from tlt_hpc.storage.folder import RunFolder
@@ -22,16 +22,16 @@ def claim(run: Path, source: Path, *overrides: str, chat: ChatFormat = RAW) -> F
     """What a start of the run in folder ``run`` does before anything is generated."""
     config = config_of(source, f"run.folder={run}", *overrides)
     prompts = open_data(source, f"run.folder={run}", *overrides, chat=chat)
-    claim_folder(RunFolder(config.folder), config, OneRank(), prompts)
+    claim_run_folder_all_ranks(RunFolder(config.folder), config, OneRank(), prompts)
     return prompts
 
 
 def test_a_run_resumes_with_the_same_data_alone(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", gcd_rows(5))
-    first = [prompt.text for step in range(4) for prompt in claim(tmp_path, path).batch(step)]
+    first = [prompt.text for step in range(4) for prompt in claim(tmp_path, path).read_step_prompts(step)]
     path.touch()  # a copy is younger than the original
     again = claim(tmp_path, path)
-    assert [prompt.text for step in (2, 3) for prompt in again.batch(step)] == first[8:]
+    assert [prompt.text for step in (2, 3) for prompt in again.read_step_prompts(step)] == first[8:]
     kept = json.loads((tmp_path / "tiny" / "data.json").read_text())
     assert set(kept) == {"data.source", "chat template", "data.overlong"}
     write_jsonl(path, gcd_rows(6))
@@ -66,16 +66,18 @@ def test_files_that_differ_between_nodes_are_refused(tmp_path: Path) -> None:
     config = config_of(sources[0], f"run.folder={tmp_path}")
 
     def claim_own(world: ThreadWorld) -> None:
-        claim_folder(RunFolder(config.folder), config, world, open_data(sources[world.rank]))
+        claim_run_folder_all_ranks(RunFolder(config.folder), config, world, open_data(sources[world.rank]))
 
     said = "data.source: rank 1 on node1 draws other prompts than rank 0 on node0; give all nodes the same files"
     assert [str(each) for each in on_threads(2, claim_own)] == [said] * 2
 
 
 def test_fingerprints_of_an_earlier_version_and_damaged_ones(tmp_path: Path) -> None:
-    claim_data(tmp_path, {"data.source": "a", "data.broken_rows": "skip"})
-    claim_data(tmp_path, {"data.source": "a", "chat template": "b"})
-    assert "chat template was another" in refusal(claim_data, tmp_path, {"data.source": "a", "chat template": "c"})
+    write_or_check_fingerprints(tmp_path, {"data.source": "a", "data.broken_rows": "skip"})
+    write_or_check_fingerprints(tmp_path, {"data.source": "a", "chat template": "b"})
+    assert "chat template was another" in refusal(
+        write_or_check_fingerprints, tmp_path, {"data.source": "a", "chat template": "c"}
+    )
     (tmp_path / "data.json").write_text("{")
-    said = refusal(claim_data, tmp_path, {})
+    said = refusal(write_or_check_fingerprints, tmp_path, {})
     assert "data.json is damaged (" in said and "; remove it to resume with the data as it is now" in said

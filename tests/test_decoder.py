@@ -15,7 +15,7 @@ import random_models
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.folder import read_folder_weights
 from tlt_hpc.models.shape import read_shape, shape_from
 from tlt_hpc.rollout.device_cache import make_cache
 from tlt_hpc.rollout.drafts import LearnedDrafts
@@ -24,7 +24,7 @@ from tlt_hpc.rollout.kv_cache import PoolSizes
 
 def loaded(folder: Path) -> Decoder:
     decoder = Decoder(read_shape(folder), torch.float32, CPU)
-    decoder.load(folder_weights(folder), 0)
+    decoder.load_weights(read_folder_weights(folder), 0)
     return decoder
 
 
@@ -33,7 +33,7 @@ def test_sharded_folders_load_whole_or_name_what_is_missing(tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     (tmp_path / "model-stray.safetensors").write_bytes(b"not of this model")
     shards = sorted(tmp_path.glob("model-*-of-*.safetensors"))
-    names = [name for name, _ in folder_weights(tmp_path)]
+    names = [name for name, _ in read_folder_weights(tmp_path)]
     assert len(shards) > 1 and len(names) == len(set(names))
     with torch.no_grad():
         expected = model(tokens[None]).logits[0]
@@ -58,7 +58,7 @@ def test_the_packed_drafter_serves_what_its_parameters_say():
     first, second = (Eagle(shape, seed, torch.float32, CPU) for seed in (0, 1))
     wanted = [drafter(embedded, features, positions, attend).detach() for drafter in (first, second)]
     assert wanted[0].isfinite().all() and (wanted[0] - wanted[1]).abs().max() > 0.1
-    first.pack()
+    first.pack_weights()
     with torch.inference_mode():
         torch.testing.assert_close(first(embedded, features, positions, attend), wanted[0], atol=1e-5, rtol=0)
         first.load_state_dict(second.state_dict())
@@ -77,7 +77,7 @@ def test_a_second_load_repacks_matrices_that_are_large_enough_to_be_blocked():
         {name: torch.randn(size, generator=source) * size[-1] ** -0.5 for name, size in names.items()} for _ in range(2)
     )
     decoder, fresh = (Decoder(shape, torch.float32, CPU) for _ in range(2))
-    decoder.load(first.items(), 0)
+    decoder.load_weights(first.items(), 0)
     assert decoder.packed_bytes > 0.5 * decoder.weight_bytes, "hardly any matrix is blocked"
     drafter = Eagle(shape, 0, torch.float32, CPU)
     drafter.set_draft_vocabulary(torch.arange(4, 520))
@@ -87,19 +87,19 @@ def test_a_second_load_repacks_matrices_that_are_large_enough_to_be_blocked():
     tokens = torch.randint(520, (24,), generator=source)
     found = []
     for one in (decoder, fresh):
-        one.load(second.items(), 1)
-        found.append(one.logits(one.hidden(tokens, torch.arange(24), attend_documents(None))))
+        one.load_weights(second.items(), 1)
+        found.append(one.logits(one.hidden_states(tokens, torch.arange(24), attend_documents(None))))
     assert torch.equal(*found)
     torch.testing.assert_close(decoder.reference_logits(tokens, 24).float(), found[0], atol=1e-4, rtol=0)
-    drafts.read_head()
+    drafts.copy_target_head()
     states = torch.randn(2, 3, 512, generator=source)
     torch.testing.assert_close(drafts._logits(states), states @ second["lm_head.weight"][4:].T, atol=1e-4, rtol=0)
 
 
 def test_weights_load_in_place_and_wrong_ones_are_refused():
-    decoder, weights = loaded(embedded_folder()), dict(folder_weights(embedded_folder()))
+    decoder, weights = loaded(embedded_folder()), dict(read_folder_weights(embedded_folder()))
     address = decoder.layers[0].qkv.weight.data_ptr()
-    decoder.load(weights.items(), 3)
+    decoder.load_weights(weights.items(), 3)
     assert decoder.layers[0].qkv.weight.data_ptr() == address
     down = "model.layers.1.mlp.down_proj.weight"
     broken = weights[down].clone()
@@ -112,5 +112,5 @@ def test_weights_load_in_place_and_wrong_ones_are_refused():
         ({**weights, down: broken.nan_to_num(torch.inf)}, rf"'{down}' holds values that are not"),
     ):
         with pytest.raises(ValueError, match=words):
-            decoder.load(given.items(), 4)
+            decoder.load_weights(given.items(), 4)
     assert decoder.version == 3

@@ -76,10 +76,10 @@ def test_ranks_that_share_a_gpu_sum_by_gloo_as_nccl_refuses_them(gpus, backend):
 def test_a_gpus_products_repeat_unless_the_user_says_how():
     for own in (None, ":4096:8", ":16:8"):
         environment = {} if own is None else {device.WORKSPACES: own}
-        device.fix_workspaces(environment)
+        device.set_cublas_workspaces(environment)
         assert environment == {device.WORKSPACES: own or ":4096:8"}
     with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG=:4096:2 makes runs differ: unset it, or set it to"):
-        device.fix_workspaces({device.WORKSPACES: ":4096:2"})
+        device.set_cublas_workspaces({device.WORKSPACES: ":4096:2"})
 
 
 def test_a_rank_prepares_its_products_before_it_uses_its_gpu(monkeypatch):

@@ -64,7 +64,7 @@ def random_models(family):
     shape = shape_from({**SIZES, **FAMILIES[family]}, "test")
     target, drafter = Decoder(shape, torch.float32, CPU), Eagle(shape, 3, torch.float32, CPU)
     sizes = enumerate((name, cut.sizes) for name, cut in target.weight_cuts().items())
-    target.load(((name, 0.3 * draw(*size, seed=i)) for i, (name, size) in sizes), 0)
+    target.load_weights(((name, 0.3 * draw(*size, seed=i)) for i, (name, size) in sizes), 0)
     drafter.load_state_dict({**drafter.state_dict(), "post_norm": 0.3 * draw(shape.hidden_size)})
     return target, drafter
 
@@ -80,7 +80,7 @@ def all_passes(models, through=lambda attend: attend, length=40):
     cache = DevicePagedCache(target.shape, PoolSizes(13, 16, 3, 64, 1), target.dtype, CPU)
     for row, table in enumerate(PAGES_OF_16):
         cache.set_table(row, table)
-    layout, own = cache.layout(PAGES_OF_16, 13), cache.drafter_layer
+    layout, own = cache.build_layout(PAGES_OF_16, 13), cache.drafter_layer
     rows = torch.arange(3).unsqueeze(1)
     text = torch.randint(31, (3, 64), generator=torch.Generator().manual_seed(0))
     inputs = draw(2, 3, 64, SIZES["hidden_size"], seed=1)
@@ -91,8 +91,8 @@ def all_passes(models, through=lambda attend: attend, length=40):
     drafts = make_tree(torch.zeros_like(parents), parents, 3)
 
     def decode(places, positions, *of_tree):
-        attend = through(cache.attend(layout, cache.tables, places, *of_tree))
-        out.append(target.hidden(text[rows, places].flatten(), positions.flatten(), attend))
+        attend = through(cache.make_attention(layout, cache.tables, places, *of_tree))
+        out.append(target.hidden_states(text[rows, places].flatten(), positions.flatten(), attend))
 
     def propose(attend, places, positions):
         embedded, features = inputs[:, rows, places].flatten(1, 2)
@@ -101,10 +101,10 @@ def all_passes(models, through=lambda attend: attend, length=40):
     places = committed.unsqueeze(1) + torch.arange(7)
     decode(first, first)
     decode(places, committed.unsqueeze(1) + drafts.depths, committed, drafts.ancestors)
-    propose(cache.attend(layout, cache.tables, first, only_layer=own), first, first)
-    for d, attend in enumerate(cache.attend_steps(layout, cache.tables, places[:, :3], own)):
+    propose(cache.make_attention(layout, cache.tables, first, only_layer=own), first, first)
+    for d, attend in enumerate(cache.make_step_attentions(layout, cache.tables, places[:, :3], own)):
         propose(attend, places[:, d : d + 1], places[:, d : d + 1])
-    newest = cache.attend(layout, cache.tables, places[:, 5:], committed, drafts.ancestors[:, 5:], own)
+    newest = cache.make_attention(layout, cache.tables, places[:, 5:], committed, drafts.ancestors[:, 5:], own)
     propose(newest, places[:, 5:], committed.unsqueeze(1) + drafts.depths[:, 5:])
     return [*out, cache._keys[:, :-1], cache._values[:, :-1]]
 

@@ -18,8 +18,8 @@ from tiny import (
 
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.drafter_file import make_drafter
-from tlt_hpc.models.folder import folder_weights
-from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.models.folder import read_folder_weights
+from tlt_hpc.models.tokenizer import package_asset_folder
 from tlt_hpc.rollout import drafts
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.strategy import OFF, Strategy
@@ -60,7 +60,7 @@ def test_a_backlog_is_read_in_passes_of_bounded_size(make, plain, monkeypatch):
 
 
 def tiny_drafter_state():
-    state = load_file(embedded("tiny_drafter") / "drafter.safetensors")
+    state = load_file(package_asset_folder("tiny_drafter") / "drafter.safetensors")
     return {name: state[f"{name}.weight"] for name, _ in untrained_drafter().named_parameters()}
 
 
@@ -78,11 +78,11 @@ def test_drafts_among_some_tokens_read_a_part_of_the_head(make, plain):
         counts = engine.take_counts()
         accepted.append(counts.num_tokens / counts.num_row_passes)
         if ids is not None:
-            head = dict(folder_weights(embedded_folder()))["model.embed_tokens.weight"]
+            head = dict(read_folder_weights(embedded_folder()))["model.embed_tokens.weight"]
             assert torch.equal(engine._learned._head.weight, head[ids])
-            engine.load_policy(((name, 2.0 * weight) for name, weight in folder_weights(embedded_folder())), 1)
+            engine.load_policy(((name, 2.0 * weight) for name, weight in read_folder_weights(embedded_folder())), 1)
             assert torch.equal(engine._learned._head.weight, 2.0 * head[ids])
-            engine.load_policy(folder_weights(embedded_folder()), 0)
+            engine.load_policy(read_folder_weights(embedded_folder()), 0)
             assert engine.memory_table()["drafts' part of the head"] == engine._learned._head.weight.nbytes
     assert accepted[1] > 0.9 * accepted[0] > 1.1 * accepted[2] > 1.1
 
@@ -100,12 +100,12 @@ def test_what_the_drafter_has_read_is_one_pass_over_the_text(make):
     for _ in range(8):
         for _ in range(3):
             engine.step()
-        engine._settle()
+        engine._finish_launched_rounds()
         rows, learned = engine._rows, engine._learned
         states = learned.run_on_unread_positions(rows, rows.num_live, engine._scheduler.layout)
         for response, state in zip(rows.responses, states, strict=False):
             text, positions = torch.tensor(response.text), torch.arange(len(response.text) - 1)
-            features = decoder.hidden(text[:-1], positions, attend)
+            features = decoder.hidden_states(text[:-1], positions, attend)
             wanted = drafter(decoder.embedding[text[1:]], features, positions, attend)[-1]
             torch.testing.assert_close(state, wanted, atol=1e-4, rtol=1e-4)
     counts = engine.take_counts()

@@ -15,11 +15,11 @@ from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, ran
 from tlt_hpc import train
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting import pool as pool_module
-from tlt_hpc.drafting import spot
+from tlt_hpc.drafting import spot_trainer
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
 from tlt_hpc.drafting.offline import update_on_all_ranks
-from tlt_hpc.drafting.pool import TrainingPool, pack_excerpts, sampling_weights, whole
-from tlt_hpc.drafting.spot import AVERAGE_MERGES, SpotTrainer
+from tlt_hpc.drafting.pool import TrainingPool, pack_excerpts, sampling_weights, whole_document_excerpt
+from tlt_hpc.drafting.spot_trainer import AVERAGE_MERGES, SpotTrainer
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.rollout.acceptance import DraftCounts
 from tlt_hpc.rollout.strategy import OFF, Strategy
@@ -46,7 +46,7 @@ def filled_trainer(tmp_path, num_prompts=2, **options):
     """A trainer in its first rollout, with that rollout's documents."""
     trainer, cache = make_trainer(tmp_path, **options)
     fill(cache, 0, num_prompts)
-    trainer.begin(0)
+    trainer.begin_rollout(0)
     return trainer
 
 
@@ -55,7 +55,7 @@ def merge(trainers):
     world = RanksInTurn()
     with ExitStack() as merges:
         for trainer in trainers:
-            merges.enter_context(trainer.merging(world))
+            merges.enter_context(trainer.merging_drafters(world))
     return [trainer.merge_report for trainer in trainers]
 
 
@@ -68,7 +68,7 @@ def fill(cache, step, num_prompts=6, seed=0):
     """A rollout of the embedded model whose features land in the cache."""
     drafter = Eagle(embedded_decoder().shape, 0, torch.float32, CPU)
     engine = make_engine([OFF], drafter=drafter, max_live=32)
-    engine.outbox.send_to(cache.begin_step(step, 0).append)
+    engine.outbox.set_sink(cache.begin_step(step, 0).append)
     return generate(engine, gcd_requests(num_prompts, 4, step, seed))
 
 
@@ -76,8 +76,8 @@ def fill(cache, step, num_prompts=6, seed=0):
 def test_training_from_the_cache_makes_drafts_that_are_accepted(tmp_path):
     trainer = filled_trainer(tmp_path, 16)
     for _ in range(45):
-        assert trainer.micro_step()
-    trainer.end()
+        assert trainer.take_micro_step()
+    trainer.end_rollout()
     losses = [record.loss for record in trainer.records]
     assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5])
     plain = texts(generate(make_engine(), gcd_requests(4, 4, 7)))
@@ -106,7 +106,7 @@ def test_the_pool_holds_own_documents_and_all_ranks_of_the_previous_step(tmp_pat
     assert len(pool) == 9
     by_tokens, seen = {d.tokens.tobytes(): d for d in documents}, {}
     for _ in range(60):
-        drawn = pool.draw(200)
+        drawn = pool.draw_excerpts(200)
         by_name = {excerpt.document.tokens.tobytes(): excerpt for excerpt in drawn}
         assert 1 < len(by_name) == len(drawn), "no document twice in a batch"
         assert sum(e.num_pairs for e in drawn) <= 200
@@ -115,7 +115,7 @@ def test_the_pool_holds_own_documents_and_all_ranks_of_the_previous_step(tmp_pat
     assert seen.keys() == by_tokens.keys()
     for name, excerpt in seen.items():
         np.testing.assert_array_equal(excerpt.document.features, by_tokens[name].features)
-    windows = [pool.draw(10) for _ in range(30)]
+    windows = [pool.draw_excerpts(10) for _ in range(30)]
     assert all(len(drawn) == 1 and drawn[0].num_pairs == 10 for drawn in windows), "a longer document is cut"
     assert all(7 <= drawn[0].start <= len(drawn[0].document.tokens) - 12 for drawn in windows)
     assert len({drawn[0].start for drawn in windows}) > 5
@@ -124,7 +124,7 @@ def test_the_pool_holds_own_documents_and_all_ranks_of_the_previous_step(tmp_pat
 
 def drawn_tokens(pool, num_draws, num_tokens=100):
     """How many of ``num_draws`` micro-steps each document was in, by its tokens."""
-    return Counter(e.document.tokens.tobytes() for _ in range(num_draws) for e in pool.draw(num_tokens))
+    return Counter(e.document.tokens.tobytes() for _ in range(num_draws) for e in pool.draw_excerpts(num_tokens))
 
 
 def test_chances_prefer_earlier_responses_longer_than_what_has_finished():
@@ -146,7 +146,7 @@ def test_the_pool_draws_by_these_chances(tmp_path):
     pool = TrainingPool(cache, random.Random(0))
     pool.refresh()
     assert len(pool) == 3
-    first = Counter(pool.draw(60)[0].document.tokens.tobytes() for _ in range(4000))
+    first = Counter(pool.draw_excerpts(60)[0].document.tokens.tobytes() for _ in range(4000))
     weights = [(long, 81.0), (short, 30 * 0.25), (own, 50.0)]
     for document, weight in weights:
         expected = 4000 * weight / sum(weight for _, weight in weights)
@@ -160,7 +160,7 @@ def test_the_pool_takes_in_what_comes_later(tmp_path, monkeypatch):
     cache.end_step()
     writer, late = cache.begin_step(1, 1), slow.begin_step(0, 0)
     pool = TrainingPool(cache, random.Random(0))
-    assert len(pool) == 0 and pool.draw(100) == []
+    assert len(pool) == 0 and pool.draw_excerpts(100) == []
     own, other = random_document(40, 9, 1), random_document(60, 9, 2)
     append(writer, own)
     pool.refresh()
@@ -185,7 +185,7 @@ def test_a_damaged_cache_file_is_left_out(tmp_path, caplog):
     append(cache.begin_step(1, 1), own)
     pool = TrainingPool(cache, random.Random(0))
     pool.refresh()
-    drawn = [excerpt.document.tokens.tobytes() for _ in range(40) for excerpt in pool.draw(1000)]
+    drawn = [excerpt.document.tokens.tobytes() for _ in range(40) for excerpt in pool.draw_excerpts(1000)]
     assert own.tokens.tobytes() in drawn
     assert "left out of the drafter's training" in caplog.text
 
@@ -201,7 +201,7 @@ def test_a_rollout_goes_through_without_the_cache(tmp_path, caplog, refused):
     if refused == "writing":
         cache._writer._file._bytes.error = OSError(28, "No space left on device")
     generate(engine, gcd_requests(2, 2, 1))
-    assert trainer.micro_step() == (refused == "writing"), "what is in memory still serves"
+    assert trainer.take_micro_step() == (refused == "writing"), "what is in memory still serves"
     tail.close_feature_cache(drafting, stopped=False)
     assert len(caplog.messages) == 1 and "drafter.cache_folder" in caplog.messages[0]
 
@@ -211,19 +211,19 @@ def test_a_release_inside_a_micro_step_leaves_no_trace(tmp_path):
     trainer, twin = filled_trainer(tmp_path), filled_trainer(tmp_path / "twin")
     before = trainer.trained.fingerprint()
     for moment in range(5):
-        trainer.begin(0)
+        trainer.begin_rollout(0)
         trainer._update_seconds = 1e9  # an update that is not worth a rank's waiting for it
         answers = iter([False] * moment + [True])
-        assert trainer.micro_step(lambda: next(answers))  # noqa: B023
+        assert trainer.take_micro_step(lambda: next(answers))  # noqa: B023
         assert next(answers, None) is None, "the micro-step continued"
         assert (trainer.trained.fingerprint(), trainer.trained.num_steps, trainer.records) == (before, 0, [])
         assert trainer.cut_seconds > 0 and not trainer.trained.has_learned
-        trainer.end()
+        trainer.end_rollout()
     for each in (trainer, twin):
-        each.begin(1)
+        each.begin_rollout(1)
         each._update_seconds = 0.0
         answers = iter([False] * 4)
-        assert each.micro_step(lambda: next(answers, True)), "a cheap update is carried out"  # noqa: B023
+        assert each.take_micro_step(lambda: next(answers, True)), "a cheap update is carried out"  # noqa: B023
     assert trainer.trained.fingerprint() == twin.trained.fingerprint()
     assert (trainer.cut_seconds, len(trainer.records), trainer.trained.num_steps) == (0, 1, 1)
 
@@ -237,11 +237,11 @@ def test_only_the_passes_of_a_micro_step_round_their_products(tmp_path, monkeypa
         seen.append(allowed.allow_tf32)
         return drafter_loss(*arguments)
 
-    monkeypatch.setattr(spot, "drafter_loss", observed)
+    monkeypatch.setattr(spot_trainer, "drafter_loss", observed)
     monkeypatch.setattr(trainer, "_update", lambda loss: (seen.append(allowed.allow_tf32), update(loss))[1])
-    assert trainer.micro_step() and seen == [True, False] and not allowed.allow_tf32
+    assert trainer.take_micro_step() and seen == [True, False] and not allowed.allow_tf32
     answers = iter([False] * 3 + [True])
-    assert trainer.micro_step(lambda: next(answers)) and seen[2:] == [True] and not allowed.allow_tf32
+    assert trainer.take_micro_step(lambda: next(answers)) and seen[2:] == [True] and not allowed.allow_tf32
 
 
 @pytest.mark.ci
@@ -250,55 +250,57 @@ def test_micro_steps_are_sized_by_the_slowest_of_the_last(tmp_path, monkeypatch)
     trainer = filled_trainer(tmp_path, 48, micro_step_tokens=4000)
     rates, sizes = iter([4000.0, 1000.0, 6000.0, 6000.0, 6000.0, 6000.0, 6000.0, 6000.0, 6000.0]), []
     clock = [0.0]
-    monkeypatch.setattr(spot.time, "time", lambda: clock[0])
+    monkeypatch.setattr(spot_trainer.time, "time", lambda: clock[0])
 
     def loss_that_takes(drafter, batch, *rest):
         sizes.append(batch.num_tokens)
         clock[0] += batch.num_tokens / next(rates)
         return sum(parameter.sum() for parameter in drafter.parameters())
 
-    monkeypatch.setattr(spot, "drafter_loss", loss_that_takes)
+    monkeypatch.setattr(spot_trainer, "drafter_loss", loss_that_takes)
     for _ in range(9):
-        assert trainer.micro_step()
+        assert trainer.take_micro_step()
     bounds = [256, 2000, 500, 500, 500, 500, 500, 500, 3000]
     assert all(0.4 * bound <= size <= bound for size, bound in zip(sizes, bounds, strict=True)), sizes
 
 
 def test_a_micro_step_without_a_finite_gradient_is_skipped_and_counted(tmp_path, monkeypatch, caplog):
     trainer = filled_trainer(tmp_path)
-    assert trainer.micro_step()
+    assert trainer.take_micro_step()
     before = trainer.trained.fingerprint()
     with monkeypatch.context() as patch:
-        patch.setattr(spot, "drafter_loss", lambda *given: drafter_loss(*given) * torch.inf)
-        assert trainer.micro_step() and trainer.micro_step(), "there is something to train on all the same"
+        patch.setattr(spot_trainer, "drafter_loss", lambda *given: drafter_loss(*given) * torch.inf)
+        assert trainer.take_micro_step() and trainer.take_micro_step(), "there is something to train on all the same"
     assert trainer.trained.fingerprint() == before
     assert (trainer.num_skipped, len(trainer.records), trainer.trained.num_steps) == (2, 1, 1)
     (warning,) = caplog.messages
     assert "the gradient of a micro-step of the drafter is not finite" in warning and "skipped" in warning
-    assert trainer.micro_step() and trainer.trained.num_steps == 2
-    assert all(bool(tensor.isfinite().all()) for tensor in trainer.trained.tensors())
-    trainer.begin(1)
+    assert trainer.take_micro_step() and trainer.trained.num_steps == 2
+    assert all(bool(tensor.isfinite().all()) for tensor in trainer.trained.weights_and_moments())
+    trainer.begin_rollout(1)
     assert trainer.num_skipped == 0
 
 
 def test_an_update_of_all_ranks_without_a_finite_gradient_is_an_error(tmp_path, monkeypatch):
     trainer, _ = make_trainer(tmp_path)
     before = trainer.trained.fingerprint()
-    monkeypatch.setattr(spot, "drafter_loss", lambda *given: drafter_loss(*given) * torch.inf)
+    monkeypatch.setattr(spot_trainer, "drafter_loss", lambda *given: drafter_loss(*given) * torch.inf)
     with pytest.raises(UserError, match="not finite: use a lower learning rate than"):
-        update_on_all_ranks(trainer, [pack_excerpts([whole(random_document(40, 5, 0))], CPU)], RanksInTurn())
+        update_on_all_ranks(
+            trainer, [pack_excerpts([whole_document_excerpt(random_document(40, 5, 0))], CPU)], RanksInTurn()
+        )
     assert trainer.trained.fingerprint() == before
 
 
 def test_a_replica_that_is_not_finite_has_no_part_in_the_merge(tmp_path, caplog):
     """And where no replica at all is finite, the run says what to do."""
     trainers = [filled_trainer(tmp_path / str(rank), rank=rank, average_merges=1) for rank in range(2)]
-    assert all(trainer.micro_step() for trainer in trainers)
+    assert all(trainer.take_micro_step() for trainer in trainers)
     trainers[1].trained._moments["down"][1].view(-1)[7] = torch.nan
-    sound, reports = trainers[0].trained.state()["fc.weight"], merge(trainers)
+    sound, reports = trainers[0].trained.host_state_copy()["fc.weight"], merge(trainers)
     assert [report.is_dropped for report in reports] == [False, True] and reports[1].num_steps == 0
     assert trainers[0].trained.fingerprint() == trainers[1].trained.fingerprint() and trainers[1].trained.has_learned
-    torch.testing.assert_close(trainers[1].trained.state()["fc.weight"], sound, atol=1e-6, rtol=0)
+    torch.testing.assert_close(trainers[1].trained.host_state_copy()["fc.weight"], sound, atol=1e-6, rtol=0)
     assert caplog.messages == ["drafters of 1 of 2 ranks are not finite: left out of the merge"]
     trainers[1].trained._moments["down"][1].view(-1)[7] = torch.nan
     with pytest.raises(UserError, match=r"finite weights and moments: resume .* drafter\.learning_rate than 0\.002"):
@@ -308,12 +310,12 @@ def test_a_replica_that_is_not_finite_has_no_part_in_the_merge(tmp_path, caplog)
 def test_where_no_trained_replica_is_finite_the_drafter_of_an_untrained_rank_stays(tmp_path):
     trainers = [filled_trainer(tmp_path, average_merges=1), make_trainer(tmp_path, 1, average_merges=1)[0]]
     before = trainers[1].trained.fingerprint()
-    trainers[1].begin(0)
-    assert trainers[0].micro_step()
+    trainers[1].begin_rollout(0)
+    assert trainers[0].take_micro_step()
     trainers[0].trained._moments["down"][1].view(-1)[7] = torch.nan
 
     def merge_rank(world):
-        with trainers[world.rank].merging(world):
+        with trainers[world.rank].merging_drafters(world):
             pass
         return trainers[world.rank].merge_report
 
@@ -333,26 +335,36 @@ def test_ranks_that_join_late_or_have_nothing_long_merge_by_the_response_tokens_
             fill(trainer._cache, 0, num_prompts=3)
         else:
             append(trainer._cache.begin_step(0, 0), long_prompt if rank == 1 else random_document(10, 9, 0))
-        trainer.begin(0)
+        trainer.begin_rollout(0)
         for _ in range((3, 1, 2)[rank]):
-            assert trainer.micro_step() == (rank < 2)
-    start = {name: tensor.clone() for name, tensor in trainers[2].trained.state().items()}
-    states, tokens = [t.trained.state() for t in trainers], [sum(r.num_tokens for r in t.records) for t in trainers]
-    assert tokens[0] > 10 >= tokens[1] == int(pack_excerpts([whole(long_prompt)], CPU).counts.sum()) > tokens[2] == 0
-    assert torch.equal(start["fc.weight"], make_trainer(tmp_path / "new")[0].trained.state()["fc.weight"])
+            assert trainer.take_micro_step() == (rank < 2)
+    start = {name: tensor.clone() for name, tensor in trainers[2].trained.host_state_copy().items()}
+    states, tokens = (
+        [t.trained.host_state_copy() for t in trainers],
+        [sum(r.num_tokens for r in t.records) for t in trainers],
+    )
+    assert (
+        tokens[0]
+        > 10
+        >= tokens[1]
+        == int(pack_excerpts([whole_document_excerpt(long_prompt)], CPU).counts.sum())
+        > tokens[2]
+        == 0
+    )
+    assert torch.equal(start["fc.weight"], make_trainer(tmp_path / "new")[0].trained.host_state_copy()["fc.weight"])
     reports = merge(trainers)
     assert len({report.fingerprint for report in reports}) == 1
     assert reports[0].num_tokens == sum(tokens)
     for name in ("fc.weight", "fc.exp_avg", "fc.exp_avg_sq"):
         wanted = (states[0][name] * tokens[0] + states[1][name] * tokens[1]) / sum(tokens)
-        torch.testing.assert_close(trainers[2].trained.state()[name], wanted, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(trainers[2].trained.host_state_copy()[name], wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_replicas_that_differ_in_a_bit_after_a_merge_are_caught(tmp_path):
     trainer, _ = make_trainer(tmp_path)
-    trainer.begin(0)
+    trainer.begin_rollout(0)
     weights = trainer.trained.parameters["down"].data.flatten()
-    with trainer.merging(world := RanksInTurn()):
+    with trainer.merging_drafters(world := RanksInTurn()):
         pass
 
     def differs(change):
@@ -370,33 +382,33 @@ def test_replicas_that_differ_in_a_bit_after_a_merge_are_caught(tmp_path):
     assert differs(lambda bits: bits[-1:].add_(1)) and differs(lambda bits: bits[:1].bitwise_xor_(-(2**31)))
     assert differs(an_ulp_up_and_one_down)
     world.allgather = lambda item: [item, (item[0], "another")]
-    with pytest.raises(AssertionError, match="drafters differ after the merge"), trainer.merging(world):
+    with pytest.raises(AssertionError, match="drafters differ after the merge"), trainer.merging_drafters(world):
         pass
 
 
 @pytest.mark.parametrize("on_gpus", [False, True])
 def test_the_merge_lasts_as_long_as_the_update_or_on_gpus_precedes_it(tmp_path, monkeypatch, on_gpus):
-    for module in (spot, train):
+    for module in (spot_trainer, train):
         monkeypatch.setattr(module, "sums_on_gpus", lambda: on_gpus)
     trainer = filled_trainer(tmp_path)
-    assert trainer.micro_step()
+    assert trainer.take_micro_step()
     done = []
     job: Any = SimpleNamespace(
         drafting=SimpleNamespace(spot=trainer), world=RanksInTurn(1), load_engine_drafter=lambda: done.append("served"),
         engine=SimpleNamespace(release_pages=lambda: done.append("pages released")),
     )  # fmt: skip
-    with pytest.raises(ZeroDivisionError), train.merging(job, True):
+    with pytest.raises(ZeroDivisionError), train.merging_drafters(job, True):
         raise ZeroDivisionError
     assert "served" not in done
-    trainer.begin(1)
-    assert trainer.micro_step()
+    trainer.begin_rollout(1)
+    assert trainer.take_micro_step()
     done.clear()
     job.world = RanksInTurn(1)
-    with train.merging(job, True):
+    with train.merging_drafters(job, True):
         done.append("merged" if trainer.merge_report.fingerprint else "posted")
     assert done == (["pages released", "merged", "served"] if on_gpus else ["posted", "served"])
     assert trainer.merge_report.num_tokens == trainer.records[0].num_tokens
-    with train.merging(job, False):
+    with train.merging_drafters(job, False):
         pass
     assert done[-1] == "served" and done.count("served") == 1, "a step that trains no drafter merges none"
 
@@ -406,9 +418,9 @@ def averaged_fc(trainer):
 
 
 def train_and_merge(trainer, step):
-    trainer.begin(step)
-    assert trainer.micro_step()
-    trainer.end()
+    trainer.begin_rollout(step)
+    assert trainer.take_micro_step()
+    trainer.end_rollout()
     merge([trainer])
     return trainer.trained.drafter.state_dict()["fc"].clone()
 
@@ -420,9 +432,12 @@ def test_what_is_served_is_the_mean_over_the_last_merges(tmp_path, span):
     served = averaged_fc(trainer).clone()
     mean = (weights[0] + weights[1] + weights[2]) / 3
     torch.testing.assert_close(served, weights[3] if span == 1 else mean + (weights[3] - mean) / 3)
-    has_mean = ["its average" in trainer.memory_table(), any(n.endswith(".trained") for n in trainer.trained.state())]
+    has_mean = [
+        "its average" in trainer.memory_table(),
+        any(n.endswith(".trained") for n in trainer.trained.host_state_copy()),
+    ]
     assert has_mean == [span > 1] * 2, "without a mean nothing more is held"
-    trainer.begin(4)
+    trainer.begin_rollout(4)
     merge([trainer])
     assert torch.equal(averaged_fc(trainer), served), "a step in which nobody trained is no merge"
 
@@ -430,7 +445,7 @@ def test_what_is_served_is_the_mean_over_the_last_merges(tmp_path, span):
 def test_a_warm_drafters_own_weights_are_the_first_of_the_mean(tmp_path):
     trainer = filled_trainer(tmp_path, average_merges=3)
     warm = Eagle(embedded_decoder().shape, 7, torch.float32, CPU).state_dict()
-    trainer.trained.start_from({f"{name}.weight": tensor for name, tensor in warm.items()})
+    trainer.trained.copy_weights_from({f"{name}.weight": tensor for name, tensor in warm.items()})
     assert torch.equal(averaged_fc(trainer), warm["fc"])
     after = train_and_merge(trainer, 0)
     torch.testing.assert_close(averaged_fc(trainer), (warm["fc"] + after) / 2, atol=1e-6, rtol=1e-5)
@@ -440,7 +455,7 @@ def test_a_mean_goes_on_where_it_was_saved(tmp_path):
     trainer = filled_trainer(tmp_path, average_merges=3)
     for step in range(2):
         train_and_merge(trainer, step)
-    state = trainer.trained.state()
+    state = trainer.trained.host_state_copy()
     assert torch.equal(state["fc.weight"], averaged_fc(trainer)), "what is served is the file's drafter"
     again, old = (
         SpotTrainer(embedded_decoder(), trainer._cache, trainer._settings, seed=0, rank=0, average_merges=3)
@@ -471,10 +486,10 @@ def test_the_update_is_adam():
     twin = Eagle(decoder.shape, 0, torch.float32, CPU)
     optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     for i in range(3):
-        batch = pack_excerpts([whole(random_document(40, 5, i))], CPU)
+        batch = pack_excerpts([whole_document_excerpt(random_document(40, 5, i))], CPU)
         for drafter in (trainer.trained.drafter, twin):
             drafter_loss(drafter, batch, decoder.embedding, decoder.head, WEIGHTS).backward()
-        trainer.trained._adam()
+        trainer.trained._take_adam_step()
         optimizer.step()
         optimizer.zero_grad()
     for mine, reference in zip(trainer.trained.drafter.parameters(), twin.parameters(), strict=True):

@@ -19,9 +19,9 @@ from tiny import embedded_tokenizer
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.records import Prompt, Stream
 from tlt_hpc.config import load_config
-from tlt_hpc.data.prompts import open_prompts, shuffled
+from tlt_hpc.data.prompts import open_prompts, shuffled_row_order
 from tlt_hpc.rl.draws import StepDraws, groups_to_train_on, informative_groups, refill_size
-from tlt_hpc.run.replay import ReplayError, missing_responses
+from tlt_hpc.run.replay import ReplayError, describe_missing_responses
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import drop_lines, read_lines
 
@@ -76,23 +76,34 @@ def answers(prompts: Sequence[Prompt]) -> list[int]:
 def test_a_files_refills_are_in_an_order_of_their_own(tmp_path: Path) -> None:
     source = open_data(write_jsonl(tmp_path / "a.jsonl", gcd_rows(40)), seed=SEED)
     for step in (0, 7):  # 16 places a step, so step 7 begins 8 places before the end of the third epoch
-        own = answers(source.batch(step))
+        own = answers(source.read_step_prompts(step))
         places = [divmod(place, 40) for place in range(16 * step, 16 * step + 16)]
-        drawn = [int(shuffled(40, SEED, epoch, "refill")[place]) + 1 for epoch, place in places]
+        drawn = [int(shuffled_row_order(40, SEED, epoch, "refill")[place]) + 1 for epoch, place in places]
         assert set(drawn[:10]) & set(own), "or nothing shows that they are left out"
-        assert answers(source.refill(step, 10)) == [row for row in dict.fromkeys(drawn) if row not in own][:10]
+        assert (
+            answers(source.read_replacement_prompts(step, 10))
+            == [row for row in dict.fromkeys(drawn) if row not in own][:10]
+        )
 
 
 def test_dropped_prompts_come_in_no_refill(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "b.jsonl", [*gcd_rows(6), *[{"prompt": "1," * 20, "answer": "7"}] * 6])
-    assert set(answers(open_data(rows, "data.overlong=drop").refill(0, 20))) == set(range(1, 7))
+    assert set(answers(open_data(rows, "data.overlong=drop").read_replacement_prompts(0, 20))) == set(range(1, 7))
 
 
 def test_the_embedded_tasks_refills_are_of_their_step_and_seed() -> None:
     first, other = (open_prompts(load_config(TINY, [f"run.seed={seed}"]), embedded_tokenizer()) for seed in (0, 1))
-    drawn = [texts(prompts) for prompts in (first.refill(0, 8), first.refill(1, 8), other.refill(0, 8), first.batch(0))]
+    drawn = [
+        texts(prompts)
+        for prompts in (
+            first.read_replacement_prompts(0, 8),
+            first.read_replacement_prompts(1, 8),
+            other.read_replacement_prompts(0, 8),
+            first.read_step_prompts(0),
+        )
+    ]
     assert all(not set(one) & set(two) for one, two in itertools.combinations(drawn, 2))
-    assert texts(first.refill(0, 3)) == drawn[0][:3]
+    assert texts(first.read_replacement_prompts(0, 3)) == drawn[0][:3]
 
 
 # -- a step's draws ---------------------------------------------------------------------------------------------------
@@ -106,25 +117,27 @@ def make_draws(*overrides: str) -> StepDraws:
     """Four prompts of two responses, and refills."""
     own = ["rollout.prompts_per_step=4", "rollout.group_size=2", "algorithm.updates_per_step=1", *overrides]
     prompts: Any = SimpleNamespace(
-        batch=lambda step: [make_prompt(1000 * step + number) for number in range(4)],
-        refill=lambda step, count: [make_prompt(1000 * step + 100 + number) for number in range(count)],
+        read_step_prompts=lambda step: [make_prompt(1000 * step + number) for number in range(4)],
+        read_replacement_prompts=lambda step, count: [
+            make_prompt(1000 * step + 100 + number) for number in range(count)
+        ],
     )
     return StepDraws(load_config(TINY, own), prompts, 7)
 
 
 def test_refills_have_keys_of_their_own_and_end() -> None:
     draws = make_draws("algorithm.max_refills=2", "run.seed=5")
-    requests = draws.requests()
+    requests = draws.first_requests()
     assert [(r.key.stream, r.key.draw, r.key.sample) for r in requests[:3]] == [(0, 0, 0), (0, 0, 1), (0, 1, 0)]
-    more = draws.refill(np.array([0, 1, 0, 1, 1, 1, 0, 0], np.float32))  # 2 of 4 teach: 2 / 0.5
+    more = draws.draw_refill_requests(np.array([0, 1, 0, 1, 1, 1, 0, 0], np.float32))  # 2 of 4 teach: 2 / 0.5
     assert [(r.key.stream, r.key.step, r.key.draw, r.key.sample) for r in more] == [
         (Stream.REFILL, 7, draw, sample) for draw in range(4) for sample in range(2)
     ]
     assert [int(r.prompt_tokens[0]) for r in more[::2]] == [7100, 7101, 7102, 7103]
     scores = np.array([0, 1, 0, 1, 1, 1, 0, 0] + [0, 0] * 3 + [0, 1], np.float32)  # 3 of 8: one is missing, 1 / 0.375
-    last = draws.refill(scores)
+    last = draws.draw_refill_requests(scores)
     assert [int(r.prompt_tokens[0]) for r in last[::2]] == [7104, 7105, 7106]
-    assert not draws.needs_scores()
+    assert not draws.allows_refill()
     assert {r.key.seed for r in [*last, *more, *requests]} == {5} and requests[0].prompt_tokens[0] == 7000
     assert sorted(r.key for r in [*last, *more, *requests]) == [r.key for r in [*requests, *more, *last]]
     for request in (requests[5], last[2]):
@@ -134,8 +147,8 @@ def test_refills_have_keys_of_their_own_and_end() -> None:
 
 def test_enough_groups_need_no_refill_and_none_is_allowed_by_default() -> None:
     draws = make_draws("algorithm.max_refills=1")
-    assert draws.refill(np.array([0, 1] * 4, np.float32)) == [] and draws.num_refills == 0
-    assert not make_draws().needs_scores()
+    assert draws.draw_refill_requests(np.array([0, 1] * 4, np.float32)) == [] and draws.num_refills == 0
+    assert not make_draws().allows_refill()
 
 
 def logged(requests: Sequence[Any]) -> list[Any]:
@@ -145,11 +158,11 @@ def logged(requests: Sequence[Any]) -> list[Any]:
 
 def test_a_log_that_lacks_own_responses_is_not_made_up_for_by_refills() -> None:
     draws = make_draws("algorithm.max_refills=1")
-    own, more = draws.requests(), draws.refill(np.zeros(8, np.float32))
+    own, more = draws.first_requests(), draws.draw_refill_requests(np.zeros(8, np.float32))
 
     def lacking(responses: Any) -> str:
         scores, again = np.zeros(len(responses), np.float32), StepDraws(draws.config, draws.source, 7)
-        return missing_responses(responses, scores, again, (), RunFolder(Path("run")))
+        return describe_missing_responses(responses, scores, again, (), RunFolder(Path("run")))
 
     whole = logged([*own, *more])
     lacks = "run/rollouts lacks {} responses of step 8"
@@ -224,5 +237,5 @@ def test_a_run_with_refills_resumes(straight: Path, tmp_path: Path) -> None:
     ends = [
         CheckpointStore(folder / "tiny" / "checkpoints", keep=9).open_step(STEPS) for folder in (straight, tmp_path)
     ]
-    for name in ends[0].names("policy"):
-        assert (ends[0].read("policy", name) == ends[1].read("policy", name)).all(), name
+    for name in ends[0].tensor_names("policy"):
+        assert (ends[0].read_tensor("policy", name) == ends[1].read_tensor("policy", name)).all(), name

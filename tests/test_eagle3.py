@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 from tlt_hpc.config import DrafterSection
 from tlt_hpc.drafting import loss as loss_module
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
-from tlt_hpc.drafting.pool import pack_excerpts, whole
-from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.pool import pack_excerpts, whole_document_excerpt
+from tlt_hpc.drafting.spot_trainer import SpotTrainer
 from tlt_hpc.models import documents as documents_module
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.eagle import Eagle, Eagle3
@@ -77,7 +77,7 @@ def test_the_text_is_that_of_plain_decoding(attention):
 def test_features_are_what_enters_three_layers_and_the_last_hidden_state():
     engine = engine_of([CHAIN, TREE, OFF], chooser="random", max_live=5, page_size=8)
     kept = KeptFeatures()
-    engine.outbox.send_to(kept)
+    engine.outbox.set_sink(kept)
     rollouts = generate(engine, REQUESTS)
     model = AutoModelForCausalLM.from_pretrained(embedded_folder(), dtype=torch.float32, local_files_only=True).eval()
     assert len(kept.whole) == len({(*r.prompt_tokens.tolist(), *r.response_tokens.tolist()) for r in rollouts})
@@ -164,7 +164,11 @@ def test_packed_loss_and_gradient_are_those_of_paths_rolled_out_one_by_one(name,
     if settings.num_steps > 9:
         documents = [document for document in documents if len(document.tokens) < 20]
     packed = drafter_loss(
-        drafter, pack_excerpts([whole(d) for d in documents], CPU), decoder.embedding, decoder.head, settings
+        drafter,
+        pack_excerpts([whole_document_excerpt(d) for d in documents], CPU),
+        decoder.embedding,
+        decoder.head,
+        settings,
     )
     packed.backward()
     got = gradients(drafter)
@@ -193,36 +197,36 @@ def trainer_of_a_document(tmp_path, **settings):
 def test_an_untrained_one_begins_with_the_policys_head_as_it_is_then(tmp_path):
     trainer = trainer_of_a_document(tmp_path)
     before = trainer.trained.drafter.head.detach().clone()
-    trainer.begin(0)
+    trainer.begin_rollout(0)
     decoder = embedded_decoder()
     assert not torch.equal(before, trainer.trained.drafter.head)
     assert torch.equal(trainer.trained.drafter.head, decoder.head[:NUM_TOKENS])
     assert torch.equal(trainer.trained.drafter.final_norm, decoder.final_norm.weight)
-    assert trainer.micro_step()
+    assert trainer.take_micro_step()
     with torch.no_grad():
         trainer.trained.drafter.head.zero_()
-    trainer.begin(1)
+    trainer.begin_rollout(1)
     assert not trainer.trained.drafter.head.any(), "what has learned keeps its own"
 
 
 def test_a_micro_step_without_room_is_dropped_and_the_next_are_half_as_long(tmp_path, monkeypatch, caplog):
     trainer = trainer_of_a_document(tmp_path, micro_step_tokens=2048)
-    trainer.begin(0)
+    trainer.begin_rollout(0)
     before = trainer.trained.fingerprint()
 
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tlt_hpc.drafting.spot.drafter_loss", fail)
+        patch.setattr("tlt_hpc.drafting.spot_trainer.drafter_loss", fail)
         for _ in range(3):
-            assert trainer.micro_step()
+            assert trainer.take_micro_step()
         with pytest.raises(torch.OutOfMemoryError):
-            trainer.micro_step()
+            trainer.take_micro_step()
     assert trainer.trained.fingerprint() == before
     assert trainer.records == []
     assert "at most 256 tokens" in caplog.text
-    assert trainer.micro_step()
+    assert trainer.take_micro_step()
     assert trainer.trained.num_steps == 1
 
 
@@ -230,16 +234,16 @@ def test_its_vocabulary_is_part_of_its_state_and_of_no_merge(tmp_path):
     trainer, _ = make_trainer(tmp_path)
     ids = torch.tensor([0, *range(2, 21)])
     other = SpotTrainer(embedded_decoder(), trainer._cache, trainer._settings, 1, 0, ids)
-    other.trained.load_state(trainer.trained.state())
+    other.trained.load_state(trainer.trained.host_state_copy())
     assert torch.equal(other.trained.drafter.token_ids, torch.arange(NUM_TOKENS))
     assert other.trained.fingerprint() == trainer.trained.fingerprint()
-    other.begin(0)
-    with other.merging(world := RanksInTurn()):
+    other.begin_rollout(0)
+    with other.merging_drafters(world := RanksInTurn()):
         pass
     assert world.arrays[0].size == 2 + sum(3 * parameter.numel() for parameter in other.trained.drafter.parameters())
     fewer = SpotTrainer(embedded_decoder(), trainer._cache, trainer._settings, 1, 0, ids[:5])
     with pytest.raises(ValueError, match=r"'head\.weight': \[20, 128\], this model needs \[5, 128\]"):
-        fewer.trained.start_from(trainer.trained.state())
+        fewer.trained.copy_weights_from(trainer.trained.host_state_copy())
 
 
 # --- the configuration ---

@@ -24,19 +24,19 @@ from transformers import AutoModelForCausalLM
 from tlt_hpc.common.records import FinishReason, SamplingParams
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.rollout.drafts import perturbed
+from tlt_hpc.rollout.drafts import perturb_logits
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.rollout.guard import SAFETY
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.sampling import SamplingRule
-from tlt_hpc.rollout.strategy import OFF, Strategy, strategy_named
+from tlt_hpc.rollout.strategy import OFF, Strategy, parse_strategy
+from tlt_hpc.rollout.tie_guard import SAFETY
 
 REQUESTS = gcd_requests(4, 4)
 PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, 1)
 
 
 def parse(*names):
-    return [OFF, *map(strategy_named, names)]
+    return [OFF, *map(parse_strategy, names)]
 
 
 def untrained_drafter(seed=0):
@@ -165,7 +165,7 @@ def test_text_depends_on_neither_strategy_nor_batch(name, plain):
     for _ in range(7):
         engine.step()
     engine.abort()
-    engine.collect()
+    engine.take_finished_rollouts()
     assert not engine.has_work
     wanted = {request.key: plain[request.key].response_tokens.tolist() for request in REQUESTS[::3]}
     assert texts(generate(engine, REQUESTS[::3])) == wanted, "with what the n-grams have learned"
@@ -177,14 +177,14 @@ def test_each_depth_of_a_draft_has_the_noise_of_its_own_position():
     keys, first = [request.key for request in REQUESTS[:3]], torch.tensor([0, 4, 9])
     heats = torch.tensor([0.5, 1.0, 2.0])
     logits = torch.randn(3, 1, NUM_TOKENS, generator=torch.Generator().manual_seed(1))
-    pick = learned.picker(torch.tensor([words_of(key) for key in keys]), first, heats, 1.5)
+    pick = learned.make_picker(torch.tensor([words_of(key) for key in keys]), first, heats, 1.5)
     for d in range(4):
         rows = np.array([noise_of(key, start + d, NUM_TOKENS) for key, start in zip(keys, first.tolist(), strict=True)])
         scores = logits[:, 0].numpy() * 1.5 / heats[:, None].numpy() + rows
         for count in (1, 2):
             ids = pick(d, logits, count)[1].view(3, count)
             assert ids.tolist() == np.argsort(-scores, 1)[:, :count].tolist()
-        on_host = perturbed(logits, torch.tensor(rows[:, None]), heats, 1.5)
+        on_host = perturb_logits(logits, torch.tensor(rows[:, None]), heats, 1.5)
         np.testing.assert_allclose(on_host[:, 0].numpy(), scores, rtol=1e-5, atol=1e-5)
 
 
@@ -192,7 +192,7 @@ def test_what_is_generated_ahead_alone_takes_short_steps():
     """A round that took longer than a step may gets no further rows; every response is generated all the same."""
     engine, most = make_engine(max_live=32), list[int]()
     engine.submit_ahead(gcd_requests(4, 8))
-    while engine.has_ahead:
+    while engine.has_ahead_work:
         most.append(engine._rows.num_live)
         engine.ahead.round_seconds = 1.0 if len(most) > 1 else 0.0
         engine.step()
@@ -314,5 +314,5 @@ def test_chances_that_have_run_out_of_digits_orphan_no_node(plain):
     table._guess.fill_(0.0)
     table._hits.fill_(7e-43)
     table._visits.fill_(1000.0)
-    table.observe = lambda *counts: None
+    table.count_nodes = lambda *counts: None
     assert texts(generate(engine, REQUESTS)) == texts(plain.values())

@@ -106,7 +106,7 @@ def throw(num_requests, seed):
             batch += [known[key][0] for key in again if key not in waiting]
             number += len(batch)
             waiting.update({request.key: request for request in batch})
-            engine.draft_from(texts)
+            engine.set_stored_texts(texts)
             engine.submit(batch)
             ahead = [random_request(source, 10**6 + number, prompts) for _ in range(source.choice([0, 0, 3]))]
             engine.submit_ahead(ahead)
@@ -114,9 +114,9 @@ def throw(num_requests, seed):
         assert pool.num_used <= pages
         if waiting and source.random() < 0.02:
             done += engine.abort()
-            finished = {rollout.key for rollout in engine.finished}
+            finished = {rollout.key for rollout in engine.finished_rollouts}
             waiting = {key: request for key, request in waiting.items() if key in finished}
-        for rollout in engine.collect():
+        for rollout in engine.take_finished_rollouts():
             request, tokens = waiting.pop(rollout.key), rollout.response_tokens
             check(engine, rollout, request, text)
             if engine.settings.tie_guard and rollout.key in known:
@@ -125,7 +125,7 @@ def throw(num_requests, seed):
             texts[rollout.key] = np.where(source.random() < 0.5, tokens, np.roll(tokens, 2))
             done += 1
     engine.abort()
-    engine.ahead.end()
+    engine.ahead.end_and_keep_texts()
     assert (pool.num_used, waiting, done) == (0, {}, number)
     assert all(0 < len(ahead) <= LONGEST for ahead in engine.ahead.take_finished_texts().values())
 

@@ -22,16 +22,16 @@ from tlt_hpc.common.records import FinishReason, Prompt, SamplingParams, Stream
 from tlt_hpc.config import ConfigError, RewardSection, UserError, load_config, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet
 from tlt_hpc.evaluate import exam as exam_module
-from tlt_hpc.evaluate.evaluate import EvaluationResult, evaluate
-from tlt_hpc.evaluate.exam import Exam, share_of, wanted_responses
-from tlt_hpc.evaluate.figures import RIGHT
+from tlt_hpc.evaluate.evaluate import EvaluationResult, run_evaluation_all_ranks
+from tlt_hpc.evaluate.exam import Exam, replica_share_of_requests, requests_by_prompt
 from tlt_hpc.evaluate.folder import EvaluationFolder
+from tlt_hpc.evaluate.metrics import RIGHT
 from tlt_hpc.evaluate.subject import evaluation_config, find_subject
-from tlt_hpc.evaluate.tally import tally, votes_of
-from tlt_hpc.models.folder import folder_weights
-from tlt_hpc.models.tokenizer import embedded, load_tokenizer
+from tlt_hpc.evaluate.tally import aggregate_responses, votes_by_answer
+from tlt_hpc.models.folder import read_folder_weights
+from tlt_hpc.models.tokenizer import load_tokenizer, package_asset_folder
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rewards.scorer import Judge, process_judge
+from tlt_hpc.rewards.scorer import Judge, open_process_judge
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import JudgedResponse, read_responses
@@ -47,7 +47,7 @@ class Killed(BaseException):
 
 
 class Reporter:
-    """Silent; raises ``Killed`` or asks to stop when there are ``at`` files of responses."""
+    """Silent; raises ``Killed`` or asks to stop when there are ``rows_at_positions`` files of responses."""
 
     def __init__(self, at: int | None = None, world: World | None = None) -> None:
         self._at, self._world = at, world
@@ -55,10 +55,10 @@ class Reporter:
         self.num_answering = 0
         self._folder = Path()
 
-    def started(self, name, folder, num_responses, num_done, warning):
+    def show_start(self, name, folder, num_responses, num_done, warning):
         self.num_done, self._folder = num_done, folder
 
-    def answering(self, roster):
+    def show_progress(self, roster):
         self.num_answering += 1
         if self._at is not None and len(list(self._folder.glob("responses/*.h5"))) >= self._at:
             if self._world is None:
@@ -71,11 +71,11 @@ def start(
 ) -> EvaluationResult:
     subject = find_subject(place, step, folder / "evaluation")
     config = evaluation_config(load_config(TINY, [f"run.folder={folder}", *SMALL, *overrides]), subject)
-    return evaluate(config, subject, world or World.connect(), reporter or Reporter())
+    return run_evaluation_all_ranks(config, subject, world or World.connect(), reporter or Reporter())
 
 
 def tokens_in(folder: Path) -> dict:
-    responses = EvaluationFolder(folder / "evaluation").read()
+    responses = EvaluationFolder(folder / "evaluation").read_all_responses()
     return {tuple(vars(key).values()): (r.tokens.tolist(), r.reward) for key, r in responses.items()}
 
 
@@ -140,7 +140,7 @@ def test_a_killed_one_goes_on_where_it_was(plain, tmp_path, monkeypatch):
     with pytest.raises(Killed):
         start(tmp_path, reporter=Reporter(at=2))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("evaluation/responses/*.h5")}
-    there = len(EvaluationFolder(tmp_path / "evaluation").read())
+    there = len(EvaluationFolder(tmp_path / "evaluation").read_all_responses())
     assert 12 <= there < TOTAL and not (tmp_path / "evaluation" / "results.json").exists()
     result = start(tmp_path)
     assert result.num_generated == TOTAL - there
@@ -173,7 +173,7 @@ def test_another_evaluation_in_the_folder_is_refused(plain):
 
 def test_other_end_tokens_are_another_evaluation(tmp_path):
     """A user whose responses never ended, and who has corrected generation_config.json, gets no old results."""
-    model = shutil.copytree(embedded("tiny"), tmp_path / "model")
+    model = shutil.copytree(package_asset_folder("tiny"), tmp_path / "model")
     few = "evaluation.limit=1", "evaluation.samples=0", "evaluation.max_new_tokens=4"
     start(tmp_path, *few, place=str(model))
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
@@ -208,7 +208,7 @@ def run(tmp_path) -> RunFolder:
     run = RunFolder(tmp_path / "tiny")
     run.make_missing_folders()
     run.config.write_text(to_toml(load_config(TINY, [f"run.folder={tmp_path}"])))
-    weights = {f"{name}.master": tensor.float() for name, tensor in folder_weights(embedded_folder())}
+    weights = {f"{name}.master": tensor.float() for name, tensor in read_folder_weights(embedded_folder())}
     CheckpointStore(run.checkpoints, keep=2).save(2, OneRank(), {"policy": weights}, {})
     return run
 
@@ -274,7 +274,7 @@ def test_a_stopped_one_keeps_what_it_has_and_more_samples_are_added(tmp_path, mo
     world = World.connect()
     result = start(tmp_path, "evaluation.samples=1", reporter=Reporter(at=1, world=world), world=world)
     assert not result.finished and result.reason == "test"
-    there = len(EvaluationFolder(tmp_path / "evaluation").read())
+    there = len(EvaluationFolder(tmp_path / "evaluation").read_all_responses())
     assert result.num_generated == there > 0 and result.num_left == 20 - there
     assert start(tmp_path, "evaluation.samples=2", "evaluation.limit=12").num_generated == 12 * 3 - there
 
@@ -282,22 +282,24 @@ def test_a_stopped_one_keeps_what_it_has_and_more_samples_are_added(tmp_path, mo
 def test_an_evaluation_of_other_facts_is_replaced(tmp_path, caplog):
     folder = EvaluationFolder(tmp_path / "step-000002")
     folder.path.mkdir()
-    folder.claim({"evaluation.seed": 0})
+    folder.save_or_compare_settings({"evaluation.seed": 0})
     (folder.path / "results.json").touch()
-    assert folder.claim({"evaluation.seed": 1}, replaces=True) == set() and not folder.results.exists()
+    assert (
+        folder.save_or_compare_settings({"evaluation.seed": 1}, replaces=True) == set() and not folder.results.exists()
+    )
     assert caplog.messages == [f"{folder.path} holds an evaluation with evaluation.seed = 0, now 1: evaluated again"]
     folder.facts.write_text("{")
     with pytest.raises(ConfigError, match=r"evaluation\.json is damaged; delete .*step-000002 to evaluate again"):
-        folder.claim({})
+        folder.save_or_compare_settings({})
 
 
 def test_mathematics_votes_by_meaning():
-    judge = process_judge(RewardSection(default="math"))
+    judge = open_process_judge(RewardSection(default="math"))
     assert judge.client is not None
     judge.client.wait_until_ready()
     same = [r"\boxed{\frac{1}{2}}", "so it is 0.5"], [r"$\frac{3}{4}$ then", r"\boxed{\dfrac{3}{4}}"]
     texts = [*same[0], *same[1], "who knows", r"\boxed{7}"]
-    votes = votes_of(judge, "math", texts, [False] * 5 + [True])
+    votes = votes_by_answer(judge, "math", texts, [False] * 5 + [True])
     assert votes is not None and votes[0] == votes[1] != votes[2] == votes[3] and None not in votes[:4]
     assert votes[4:] == [None, RIGHT]
 
@@ -306,17 +308,17 @@ def test_a_program_that_fails_is_a_wrong_answer_and_not_one_that_was_not_judged(
     section = RewardSection(default="own.py:f", by_source={"programs": "code"})
     prompts = tuple(Prompt(np.array([2], np.int32), "", "", source) for source in ("programs", "others"))
     sets = (EvaluationSet("a", (0, 1), prompts, ""),)
-    exam = Exam(sets, wanted_responses(load_config(TINY, ["evaluation.samples=0"]), sets), Judge(section, None))
+    exam = Exam(sets, requests_by_prompt(load_config(TINY, ["evaluation.samples=0"]), sets), Judge(section, None))
     keys = [request.key for each in exam.wanted for request in each.requests]
     failed = {key: JudgedResponse(key, np.array([2], np.int32), FinishReason.EOS, 1, 0.0, "cpu") for key in keys}
-    results = tally(exam, failed, load_tokenizer(embedded("tiny")), ())
+    results = aggregate_responses(exam, failed, load_tokenizer(package_asset_folder("tiny")), ())
     assert results.figures["a/programs"].greedy.value == 0.0 and results.failures == {"cpu": 1}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 64])
 def test_the_replicas_share_what_is_missing_evenly(num_ranks):
     missing = list(range(957))
-    shares = [share_of(missing, rank, num_ranks) for rank in range(num_ranks)]
+    shares = [replica_share_of_requests(missing, rank, num_ranks) for rank in range(num_ranks)]
     assert sorted(number for share in shares for number in share) == missing
     assert max(map(len, shares)) <= 1.3 * len(missing) / num_ranks
     neighbours = sum(b - a == 1 for share in shares for a, b in itertools.pairwise(share))
@@ -326,7 +328,7 @@ def test_the_replicas_share_what_is_missing_evenly(num_ranks):
 def test_what_is_asked_of_the_engine():
     changes = "evaluation.samples=2", "rollout.stop_strings=['x']", "rollout.top_k=5"
     prompt = Prompt(np.array([2], np.int32), "", "", "")
-    (wanted,) = wanted_responses(load_config(TINY, changes), [EvaluationSet("a", (7,), (prompt,), "")])
+    (wanted,) = requests_by_prompt(load_config(TINY, changes), [EvaluationSet("a", (7,), (prompt,), "")])
     greedy = SamplingParams(512, temperature=0.0, stop_strings=("x",))
     sampled = SamplingParams(512, temperature=0.6, top_p=0.95, stop_strings=("x",))
     assert [request.params for request in wanted.requests] == [greedy, sampled, sampled]

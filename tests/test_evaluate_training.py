@@ -85,8 +85,8 @@ def test_a_checkpoint_of_the_run_says_the_same(evaluated, tmp_path):
     tlt("evaluate", folder, "run.ranks=1", place=(str(place), "--step", "2", "--output", str(tmp_path / "two")))
     again, first = EvaluationFolder(tmp_path / "two"), EvaluationFolder(place / "evaluation" / "step-000002")
     assert json.loads(again.results.read_text())["sets"] == json.loads(first.results.read_text())["sets"]
-    assert {k: r.tokens.tolist() for k, r in again.read().items()} == {
-        k: r.tokens.tolist() for k, r in first.read().items()
+    assert {k: r.tokens.tolist() for k, r in again.read_all_responses().items()} == {
+        k: r.tokens.tolist() for k, r in first.read_all_responses().items()
     }
 
 
@@ -100,7 +100,7 @@ def test_an_evaluation_that_was_cut_short_is_taken_up_again(evaluated, tmp_path)
     evaluation = EvaluationFolder(tmp_path / "tiny" / "evaluation" / "step-000003")
     evaluation.results.unlink()
     next(iter(evaluation.responses.glob("*.h5"))).unlink()
-    assert 0 < len(evaluation.read()) < 18
+    assert 0 < len(evaluation.read_all_responses()) < 18
     again = tlt("train", tmp_path, "run.num_steps=3", "evaluation.every_steps=2")
     assert "evaluated after 3 steps, %: gcd/acc/greedy" in again
     figures = {name: value for name, value in lines(tmp_path)[2].items() if name.startswith("val-")}

@@ -11,8 +11,16 @@ import pytest
 
 from tlt_hpc.common.records import FinishReason, SampleKey
 from tlt_hpc.config import RewardSection
-from tlt_hpc.evaluate.figures import PromptAnswers, estimate, figures_of, is_right, majority, metrics_of, pass_at_k
-from tlt_hpc.evaluate.tally import answer_of, number_answers, votes_of
+from tlt_hpc.evaluate.metrics import (
+    PromptAnswers,
+    data_set_figures,
+    is_right,
+    majority_vote_accuracy,
+    mean_and_standard_error,
+    metrics_of,
+    pass_at_k,
+)
+from tlt_hpc.evaluate.tally import extract_answer, group_equal_answers, votes_by_answer
 from tlt_hpc.rewards.scorer import Judge
 from tlt_hpc.storage.rollout_log import JudgedResponse
 
@@ -55,17 +63,17 @@ def test_pass_at_k_of_many_samples_does_not_overflow():
     ],
 )
 def test_majority(votes, value):
-    assert majority(votes) == value
+    assert majority_vote_accuracy(votes) == value
 
 
 def test_standard_errors():
-    assert estimate([1.0, 0.0, 0.0, 1.0]).standard_error == pytest.approx(math.sqrt((4 * 0.25 / 3) / 4))
-    assert estimate([0.5]).standard_error is None
-    assert estimate([0.25, 0.25]).standard_error == 0.0
+    assert mean_and_standard_error([1.0, 0.0, 0.0, 1.0]).standard_error == pytest.approx(math.sqrt((4 * 0.25 / 3) / 4))
+    assert mean_and_standard_error([0.5]).standard_error is None
+    assert mean_and_standard_error([0.25, 0.25]).standard_error == 0.0
 
 
 def test_figures_of_prompts():
-    figures = figures_of([prompt(0, 0, 1, None), prompt(1, 2, 0, 1, greedy=1)], (1, 2, 4))
+    figures = data_set_figures([prompt(0, 0, 1, None), prompt(1, 2, 0, 1, greedy=1)], (1, 2, 4))
     assert (figures.num_prompts, figures.num_samples) == (2, 4)
     assert figures.greedy is not None and figures.greedy.value == 0.5
     assert figures.mean is not None and figures.mean.value == 3 / 8
@@ -80,11 +88,11 @@ def test_figures_of_prompts():
 def test_lengths_and_cuts_are_of_all_responses():
     greedy = response(0, length=70, reason=FinishReason.LENGTH)
     long = PromptAnswers([greedy, response(0, 1), response(1, 2)], (0, 0, 1))
-    figures = figures_of([long, prompt(0, 1)], ())
+    figures = data_set_figures([long, prompt(0, 1)], ())
     assert (figures.mean_length, figures.cut_share) == (20.0, 1 / 6)
     metrics = metrics_of("x", figures)
     assert metrics["val-aux/x/response_length/clip_ratio"] == 1 / 6
-    mixed = figures_of([long, prompt(0, 0, can_tell=False)], ())
+    mixed = data_set_figures([long, prompt(0, 0, can_tell=False)], ())
     assert mixed.majority is None and mixed.unanswered_share is None, "of some prompts nobody can tell"
 
 
@@ -94,7 +102,7 @@ def test_a_response_is_right_where_its_reward_is_whole(reward):
 
 
 def test_metrics_have_verls_names():
-    metrics = metrics_of("aime24", figures_of([prompt(0, 1), prompt(0, 0)], (2,)))
+    metrics = metrics_of("aime24", data_set_figures([prompt(0, 1), prompt(0, 0)], (2,)))
     assert {name: value for name, value in metrics.items() if name.startswith("val-core")} == {
         "val-core/aime24/acc/greedy": 1.0,
         "val-core/aime24/acc/mean@2": 0.75,
@@ -119,14 +127,14 @@ def test_metrics_have_verls_names():
     ],
 )
 def test_equal_answers_have_one_vote(kind, texts, rights, votes):
-    assert votes_of(Judge(RewardSection(), None), kind, texts, [right == "1" for right in rights]) == votes
+    assert votes_by_answer(Judge(RewardSection(), None), kind, texts, [right == "1" for right in rights]) == votes
 
 
 def test_a_number_of_any_length_is_an_answer():
     """It must not end an evaluation, nor the training that it is a part of."""
     long = "9" * 4000 + "e999"
     texts = [long, "so -1/2", "-0.5", long]
-    assert votes_of(Judge(RewardSection(), None), "numeric", texts, [False] * 4) == [2, 1, 1, 2]
+    assert votes_by_answer(Judge(RewardSection(), None), "numeric", texts, [False] * 4) == [2, 1, 1, 2]
 
 
 def test_mathematics_is_compared_with_the_first_answer_that_has_no_number_yet():
@@ -137,7 +145,7 @@ def test_mathematics_is_compared_with_the_first_answer_that_has_no_number_yet():
         asked.append(len(answers))
         return [None if a == "9" else other != "9" and int(a) % 2 == int(other) % 2 for a in answers]
 
-    assert number_answers({"1", "2", "3", "9"}, compare) == {"1": 1, "3": 1, "2": 2}
+    assert group_equal_answers({"1", "2", "3", "9"}, compare) == {"1": 1, "3": 1, "2": 2}
     assert asked == [4, 1]
-    assert number_answers({"1", "2"}, lambda answers, other: [False] * len(answers)) == {"1": 1, "2": 2}
-    assert answer_of("math", "x" * 9000 + " so 7") == "\\boxed{7}", "without a box it is read from the end"
+    assert group_equal_answers({"1", "2"}, lambda answers, other: [False] * len(answers)) == {"1": 1, "2": 2}
+    assert extract_answer("math", "x" * 9000 + " so 7") == "\\boxed{7}", "without a box it is read from the end"

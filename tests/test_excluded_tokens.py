@@ -89,7 +89,7 @@ def test_a_plan_says_which(command: list[str], tmp_path: Path, capsys: pytest.Ca
 def test_one_line_has_room_for_the_first_of_them(excluded: tuple[int, ...], told: str) -> None:
     shape = read_shape(embedded_folder())
     assets = ModelAssets(embedded_folder(), shape, embedded_tokenizer(), (1,), excluded)
-    assert assets.exclusion == told
+    assert assets.excluded_tokens_text == told
     lines = describe_model(load_config(TINY, []).model, assets)
     assert lines[0].startswith("model ") and lines[1:] == ([f"tokens      {told}"] if told else [])
 
@@ -100,13 +100,13 @@ def test_a_start_says_which_and_its_files_keep_them(tmp_path: Path) -> None:
     assert "building the decoder; 5 of 24 ids never sampled: 0, 20-23\n" in tlt(1, *command).stdout
     facts, key = tmp_path / "out" / "evaluation.json", "the ids that are never sampled"
     tree, folder = json.loads(facts.read_text()), EvaluationFolder(facts.parent)
-    assert tree[key] == "0, 20-23" and len(folder.claim(tree)) == 1
+    assert tree[key] == "0, 20-23" and len(folder.save_or_compare_settings(tree)) == 1
     with pytest.raises(ConfigError, match=f"with {key} = '0, 20-23', now '0'; .* --output"):
-        folder.claim({**tree, key: "0"})
+        folder.save_or_compare_settings({**tree, key: "0"})
     facts.write_text(json.dumps({name: value for name, value in tree.items() if name != key}))
     with pytest.raises(ConfigError, match=f"with {key} = '', now '0, 20-23'; "):
-        folder.claim(tree)
-    assert len(folder.claim({**tree, key: ""})) == 1, "of an earlier version"
+        folder.save_or_compare_settings(tree)
+    assert len(folder.save_or_compare_settings({**tree, key: ""})) == 1, "of an earlier version"
 
 
 # -- a model that would write them all the time -----------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_they_are_never_sampled_and_log_probs_are_of_the_others(model, rule, att
     engine = engine_of(model, strategies, params=params, attention=attention)
     assert engine._guard.logit_tolerance < 1e-2, "differences of excluded logits count as errors"
     engine._guard.logit_tolerance = zone or engine._guard.logit_tolerance
-    engine.draft_from({request.key: np.array(EXCLUDED[:3] * 5, np.int32) for request in REQUESTS[:2]})
+    engine.set_stored_texts({request.key: np.array(EXCLUDED[:3] * 5, np.int32) for request in REQUESTS[:2]})
     trained, free = PolicyModel(deepcopy(model), excluded=EXCLUDED), 0
     for request, rollout in zip(REQUESTS, generate(engine, REQUESTS), strict=True):
         prompt, wanted = request.prompt_tokens.tolist(), list[int]()

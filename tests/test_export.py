@@ -31,10 +31,10 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_config, to_toml
 from tlt_hpc.evaluate.subject import find_subject
 from tlt_hpc.export import policy
-from tlt_hpc.extras.drafter_formats.formats import lay_out, read_target
+from tlt_hpc.extras.drafter_formats.formats import convert_drafter, read_target
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import DRAFTER_FILE, checked_drafter, eagle3_sizes, load_drafter
-from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.models.drafter_file import DRAFTER_FILE, check_drafter_tensors, eagle3_sizes, load_drafter
+from tlt_hpc.models.tokenizer import package_asset_folder
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import Strategy
@@ -66,7 +66,7 @@ def random_eagle3(shape) -> dict[str, Tensor]:
 
 
 def embedded_eagle() -> dict[str, Tensor]:
-    return load_file(embedded("tiny_drafter") / DRAFTER_FILE)
+    return load_file(package_asset_folder("tiny_drafter") / DRAFTER_FILE)
 
 
 def drafter_folder(folder: Path, stored: dict[str, Tensor]) -> Path:
@@ -91,7 +91,7 @@ def scaled(stored: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
 
 def masters(factor: float) -> dict[str, Tensor]:
     """The embedded model's weights times a factor, with a moment that no export may hold."""
-    weights = load_file(embedded("tiny") / "model.safetensors")
+    weights = load_file(package_asset_folder("tiny") / "model.safetensors")
     state = {f"{name}.master": tensor.float() * factor for name, tensor in weights.items()}
     return state | {f"{name}.exp_avg": torch.ones_like(tensor.float()) for name, tensor in weights.items()}
 
@@ -127,7 +127,7 @@ def test_what_writes_into_a_run_that_is_anothers_asks_for_another_place(run, mon
 @pytest.mark.parametrize("name", FORMATS)
 def test_names_sizes_types_and_config_are_exactly_those_of_the_format(name, tmp_path, target):
     kind, form = name.split()
-    wanted = json.loads(json.dumps(FORMATS[name]).replace('"MODEL"', json.dumps(str(embedded("tiny")))))
+    wanted = json.loads(json.dumps(FORMATS[name]).replace('"MODEL"', json.dumps(str(package_asset_folder("tiny")))))
     out = exported(kind, form, tmp_path, target.shape)
     assert {path.name for path in out.iterdir()} == {"config.json", "README.md", "model.safetensors"}
     tensors = load_file(out / "model.safetensors")
@@ -151,9 +151,9 @@ def test_names_sizes_types_and_config_are_exactly_those_of_the_format(name, tmp_
 def test_a_llama_target_with_a_scaled_rotary_embedding(target):
     scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}
     shape = replace(target.shape, family="llama", qkv_bias=False, rope_theta=5e5)
-    drafter = checked_drafter(embedded_eagle(), target.shape, "x")
+    drafter = check_drafter_tensors(embedded_eagle(), target.shape, "x")
     shape = replace(shape, rope_scaling={**scaling, "rope_theta": 5e5})
-    files = lay_out("sglang", drafter, replace(target, shape=shape))
+    files = convert_drafter("sglang", drafter, replace(target, shape=shape))
     rope = {"rope_scaling": scaling, "rope_theta": 5e5, "rope_parameters": {**scaling, "rope_theta": 5e5}}
     wanted = FORMATS["vllm eagle"]
     assert files.config == {**wanted["config"], **rope, "architectures": ["LlamaForCausalLMEagle"]}
@@ -271,7 +271,7 @@ def test_an_export_that_fails_keeps_the_one_before(run, capsys, monkeypatch):
 def test_a_mistake_is_one_line_with_the_remedy_and_writes_nothing(command, words, tmp_path, run, capsys):
     drafter_folder(tmp_path / "alone", embedded_eagle())
     (tmp_path / "other").mkdir()
-    config = json.loads((embedded("tiny") / "config.json").read_text())
+    config = json.loads((package_asset_folder("tiny") / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "intermediate_size": 512}))
     assert main(command.format(here=tmp_path, run=run).split()) == 2
     assert words.format(here=tmp_path) in error_of(capsys)
@@ -296,14 +296,14 @@ def test_a_drafter_with_unusable_values_is_refused(name, value, words, tmp_path,
 def test_eagle3_needs_a_target_of_seven_layers(target):
     few = replace(target, shape=replace(target.shape, num_layers=6))
     with pytest.raises(UserError, match="use a target of 7 layers or more"):
-        lay_out("sglang", random_eagle3(target.shape), few)
+        convert_drafter("sglang", random_eagle3(target.shape), few)
 
 
 # --- the policy ---
 
 
 def test_a_policy_in_several_files_is_the_checkpoints_and_the_newest_replaces_only_it(run, monkeypatch, capsys):
-    out, start = run / "out", embedded("tiny")
+    out, start = run / "out", package_asset_folder("tiny")
     with monkeypatch.context() as patch:
         patch.setattr(policy, "SHARD_BYTES", 1_000_000)
         assert main(["export-policy", str(run), "--dtype=float32", "--step=10", f"--output={out}"]) == 0
@@ -349,14 +349,16 @@ def test_the_runs_own_chat_template_goes_with_its_policy(run, tmp_path, capsys):
 
 def test_a_weight_that_float16_cannot_hold_is_not_exported_as_infinity():
     with pytest.raises(UserError, match=r"^weight 'w' has values beyond torch\.float16; take --dtype bfloat16$"):
-        policy.rounded("w", torch.tensor([1.0, 7e4]), torch.float16)
+        policy.cast_weight("w", torch.tensor([1.0, 7e4]), torch.float16)
 
 
 def test_an_adapter_replaces_an_earlier_one(tmp_path: Path) -> None:
     config = load_config("jobs/tiny.toml", ["lora.rank=2", f"run.folder={tmp_path}"])
-    weights = Mock(config=config, model=tmp_path, adapters={"model.layers.0.self_attn.q_proj.weight.lora_A": (2, 4)})
+    weights = Mock(
+        config=config, model=tmp_path, trained_shapes={"model.layers.0.self_attn.q_proj.weight.lora_A": (2, 4)}
+    )
     weights.checkpoint.step = 3
-    weights.reading_adapters.return_value = nullcontext(lambda name: torch.ones(2, 4))
+    weights.open_adapter_reader.return_value = nullcontext(lambda name: torch.ones(2, 4))
     for _ in range(2):
         policy.export_adapter(Namespace(place="run", output=tmp_path / "out", dtype="float32", step=None), weights)
     card = (tmp_path / "out" / "README.md").read_text()
@@ -443,7 +445,7 @@ def test_the_gain_over_the_plain_run_of_a_comparison_is_in_the_card(run):
 
 
 def test_base_model_and_license_are_the_start_models(run, tmp_path):
-    model = shutil.copytree(embedded("tiny"), tmp_path / "Qwen2.5-tiny")
+    model = shutil.copytree(package_asset_folder("tiny"), tmp_path / "Qwen2.5-tiny")
     for text, license_name in (
         ("---\nlanguage: en\nlicense: apache-2.0\n---\n# Qwen\n", "apache-2.0"),
         ("# Qwen\n---\nlicense: mit\n---\n", None),

@@ -14,11 +14,11 @@ from fake_world import RanksInTurn
 from tiny import NUM_TOKENS, KeptFeatures, embedded_decoder, embedded_folder, gcd_requests, make_engine, random_document
 
 from tlt_hpc.config import DrafterSection, UserError
-from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.spot_trainer import SpotTrainer
 from tlt_hpc.kernels.dispatch import has_triton
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import make_drafter
-from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.folder import read_folder_weights
 from tlt_hpc.rollout import graph_round
 from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.graph_round import NUM_FIGURES, GraphRound
@@ -43,7 +43,7 @@ REQUESTS = gcd_requests(3, 4)
 @pytest.fixture
 def gpu(monkeypatch):
     """And what a round tells the host: random tokens, of which some are the last of their response."""
-    source, take = random.Random(0), DeviceRounds._take
+    source, take = random.Random(0), DeviceRounds._append_outcome
 
     def take_random(rounds, responses, told, log_probs):
         rows = []
@@ -53,7 +53,7 @@ def gpu(monkeypatch):
             rows.append([*tokens, count, max(0, count - 1), int(source.random() < 0.05)])
         return take(rounds, responses, rows, log_probs)
 
-    monkeypatch.setattr(DeviceRounds, "_take", take_random)
+    monkeypatch.setattr(DeviceRounds, "_append_outcome", take_random)
     try:
         load_guard()
     except UserError as error:  # it says what to install
@@ -114,7 +114,7 @@ def test_a_rollout_never_waits_for_the_gpu(gpu, name):
         with pytest.raises(GraphError, match="was given back"):
             engine._cache._keys.zero_()
         engine.load_drafter(engine.drafter.state_dict())
-        engine.load_policy(folder_weights(embedded_folder()), version)
+        engine.load_policy(read_folder_weights(embedded_folder()), version)
     counts = engine.take_counts()
     assert all(counts.strategies[strategy.name][0] for strategy in STRATEGIES[:4]), counts.strategies
     assert (counts.num_preempted > 0) == (name == "preempted")
@@ -134,9 +134,9 @@ def test_the_drafter_learns_and_is_merged_on_the_gpu(gpu, tmp_path, form, is_joi
     for seed in range(4):
         document = random_document(40, 9, seed, layers)
         writer.append(document.tokens, document.prompt_length, document.features)
-    trainer.begin(0)
-    assert trainer.micro_step() and trainer.micro_step()
-    trainer.end()
+    trainer.begin_rollout(0)
+    assert trainer.take_micro_step() and trainer.take_micro_step()
+    trainer.end_rollout()
     cache.end_step()
     gpu.counts.clear()
     world, sums = RanksInTurn(1), []
@@ -147,7 +147,7 @@ def test_the_drafter_learns_and_is_merged_on_the_gpu(gpu, tmp_path, form, is_joi
         monkeypatch.setattr(
             torch.distributed, "all_reduce", lambda x, async_op: sums.append((x.numel(), async_op)) or work
         )
-    with trainer.merging(world):
+    with trainer.merging_drafters(world):
         pass
     report = trainer.merge_report
     assert report.num_steps == 2 and len(trainer.records) == 2 and not report.is_dropped
@@ -170,7 +170,7 @@ BREAKS = {
     "a list as index": (LiveRows, "last_tokens", around(lambda tokens: tokens[[*range(len(tokens))]])),
     "a number read back": (GraphRound, "_log_probs", around(lambda x: x - float(x.amax()))),
     "a mask as index": (GraphRound, "_near_ties", around(lambda near: near.clone().index_put_((near,), ~near[:1]))),
-    "a copy to the CPU and back": (graph_round, "doubt", around(lambda zone: zone.cpu().to(GPU))),
+    "a copy to the CPU and back": (graph_round, "score_tolerances", around(lambda zone: zone.cpu().to(GPU))),
 }
 
 

@@ -32,10 +32,10 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.models.folder import decoding_dtype, folder_weights, load_policy_model
+from tlt_hpc.models.folder import decoding_dtype, load_policy_model, read_folder_weights
 from tlt_hpc.models.policy_model import PolicyModel
 from tlt_hpc.models.shape import read_shape, shape_from
-from tlt_hpc.models.tokenizer import embedded, load_tokenizer
+from tlt_hpc.models.tokenizer import load_tokenizer, package_asset_folder
 from tlt_hpc.storage.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,14 +58,14 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     for family in FAMILIES:
         model_of(family).save_pretrained(root / family)
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(embedded("tiny") / name, root / family / name)
+            shutil.copy(package_asset_folder("tiny") / name, root / family / name)
     return {family: root / family for family in FAMILIES}
 
 
 def decoder_of(folder: Path) -> Decoder:
     shape = read_shape(folder)
     decoder = Decoder(shape, decoding_dtype("float32", CPU, shape), CPU)
-    decoder.load(folder_weights(folder), 0)
+    decoder.load_weights(read_folder_weights(folder), 0)
     return decoder
 
 
@@ -88,7 +88,7 @@ def test_logits_are_those_of_transformers(family, folders):
     texts = prompts()
     lengths = [len(text) for text in texts]
     positions = torch.cat([torch.arange(length) for length in lengths])
-    hidden = decoder.hidden(torch.cat(texts), positions, attend_documents(lengths, decoder.shape.windows))
+    hidden = decoder.hidden_states(torch.cat(texts), positions, attend_documents(lengths, decoder.shape.windows))
     rows = model(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)).logits  # nothing sees what comes after it
     for row, own in zip(rows, torch.split(decoder.logits(hidden), lengths), strict=True):
         assert float((own - row[: len(own)]).abs().max()) < 1e-4
@@ -112,7 +112,7 @@ def test_logits_of_real_weights_are_as_exact_as_those_of_transformers():
     other = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
     for page in ("README.md", "docs/how_it_works.md", "docs/drafter.md"):
         tokens = torch.tensor(tokenizer.encode(f"<bos>{(ROOT / page).read_text()[:4000]}").ids[:700])
-        hidden = decoder.hidden(tokens, torch.arange(len(tokens)), attend_documents(None, decoder.shape.windows))
+        hidden = decoder.hidden_states(tokens, torch.arange(len(tokens)), attend_documents(None, decoder.shape.windows))
         ours, exact = decoder.logits(hidden[-150:]), decoder.reference_logits(tokens, 150)
         assert float((ours - exact).abs().max()) < 2.5e-4
         assert float((ours - other(tokens[None]).logits[0, -150:]).abs().max()) < 4e-4
@@ -124,8 +124,10 @@ def test_a_second_load_leaves_nothing_of_the_first(family, folders):
     """Whatever is derived from weights, as norms and blocked copies are, is derived again at each load."""
     decoder, other = decoder_of(folders[family]), random_models.random_model(family, seed=1)
     tokens = torch.randint(random_models.NUM_TOKENS, (70,), generator=torch.Generator().manual_seed(1))
-    decoder.load(((name, weight.detach()) for name, weight in other.named_parameters()), 1)
-    found = decoder.logits(decoder.hidden(tokens, torch.arange(70), attend_documents(None, decoder.shape.windows)))
+    decoder.load_weights(((name, weight.detach()) for name, weight in other.named_parameters()), 1)
+    found = decoder.logits(
+        decoder.hidden_states(tokens, torch.arange(70), attend_documents(None, decoder.shape.windows))
+    )
     wanted = other(tokens[None]).logits[0]
     assert float((model_of(family)(tokens[None]).logits[0] - wanted).abs().max()) > 0.1
     assert float((found - wanted).abs().max()) < 1e-4
@@ -140,10 +142,12 @@ def test_the_weights_of_experts_are_normed_where_the_config_says_so(norms_weight
     config = AutoConfig.for_model("qwen3_moe", **random_models.SIZES, **options)
     model = random_models.model_of(config)
     decoder = Decoder(shape_from(config.to_dict(), "experts"), torch.float32, CPU)
-    decoder.load(((name, weight.detach()) for name, weight in model.named_parameters()), 0)
+    decoder.load_weights(((name, weight.detach()) for name, weight in model.named_parameters()), 0)
     tokens = torch.randint(random_models.NUM_TOKENS, (40,), generator=torch.Generator().manual_seed(1))
     wanted = model(tokens[None]).logits[0]
-    found = decoder.logits(decoder.hidden(tokens, torch.arange(40), attend_documents(None, decoder.shape.windows)))
+    found = decoder.logits(
+        decoder.hidden_states(tokens, torch.arange(40), attend_documents(None, decoder.shape.windows))
+    )
     assert float((found - wanted).abs().max()) < 1e-4
     assert float((decoder.reference_logits(tokens, 40) - wanted).abs().max()) < 1e-4
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 import random_models
 
-from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.models.tokenizer import package_asset_folder
 
 RUN = ("jobs/tiny.toml", "drafter.init=random", "rollout.prompts_per_step=2", "rollout.group_size=4")
 RUN += ("rollout.max_new_tokens=70", "evaluation.every_steps=0", "checkpoint.every_steps=1", "run.name=run")
@@ -26,7 +26,7 @@ REWARD = "def score(data_source, solution_str, ground_truth, extra_info=None):\n
 def model_folder(family: str, folder: Path) -> Path:
     random_models.random_model(family).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(embedded("tiny") / name, folder / name)
+        shutil.copy(package_asset_folder("tiny") / name, folder / name)
     return folder
 
 

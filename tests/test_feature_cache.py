@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from tlt_hpc.storage import feature_writer, hdf5
 from tlt_hpc.storage.feature_cache import FeatureCache
-from tlt_hpc.storage.feature_file import Document, FeatureCacheReader, runs_of
+from tlt_hpc.storage.feature_file import Document, FeatureCacheReader, contiguous_slices
 from tlt_hpc.storage.feature_writer import FeatureCacheWriter, OpenDocuments, row_capacity
-from tlt_hpc.storage.folder import RunFolder, WriteError, part_of
+from tlt_hpc.storage.folder import RunFolder, WriteError, part_path
 
 LAYERS, HIDDEN = 2, 8
 Arrays = tuple[NDArray[np.int32], int, NDArray[np.uint16]]
@@ -107,7 +107,7 @@ def test_open_and_closed_file_hold_what_was_appended(tmp_path, shapes, block_byt
 
 
 def test_rows_are_cut_where_one_is_left_out():
-    assert list(runs_of(np.array([0, 1, 3, 4, 9]))) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert list(contiguous_slices(np.array([0, 1, 3, 4, 9]))) == [slice(0, 2), slice(2, 4), slice(4, 5)]
 
 
 def test_damage_is_noticed(tmp_path, monkeypatch):
@@ -220,7 +220,7 @@ def test_only_own_files_are_removed(tmp_path):
     open_cache(tmp_path, 1).remove_parts()
     run_step(open_cache(tmp_path, 1), 5)
     assert folder.feature_caches(0) == [folder.feature_cache(0, 0), folder.feature_cache(0, 4)]
-    assert folder.cache_parts() == [part_of(folder.feature_cache(1, rank)) for rank in (0, 4)]
+    assert folder.cache_parts() == [part_path(folder.feature_cache(1, rank)) for rank in (0, 4)]
 
 
 def test_a_run_that_goes_back_drops_its_later_steps_and_replaces_its_own(tmp_path):

@@ -13,7 +13,7 @@ from tiny import KeptFeatures, embedded_decoder, embedded_folder, gcd_requests, 
 from torch import Tensor
 
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.folder import read_folder_weights
 from tlt_hpc.rollout import feature_outbox
 from tlt_hpc.rollout.strategy import OFF
 from tlt_hpc.rollout.transfer import PendingHostCopy
@@ -33,7 +33,7 @@ WAYS = {
 def teacher_forced(tokens: np.ndarray) -> Tensor:
     """The target's hidden states [T - 1, H] by one plain pass over a document."""
     decoder, fed = embedded_decoder(), torch.from_numpy(tokens[:-1]).long()
-    return decoder.hidden(fed, torch.arange(len(fed)), attend_documents(None))
+    return decoder.hidden_states(fed, torch.arange(len(fed)), attend_documents(None))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -42,9 +42,9 @@ def test_what_the_cache_holds_is_what_a_pass_over_the_text_gives(tmp_path, way, 
     make, options, shard = WAYS[way]
     requests = REQUESTS[shard]
     engine = make(STRATEGIES, **{"max_live": 10, "chooser": "random", "seed": 5, **options})
-    engine.load_policy(folder_weights(embedded_folder()), 17)
+    engine.load_policy(read_folder_weights(embedded_folder()), 17)
     cache = FeatureCache(RunFolder(tmp_path), 0, 1, 128, 10**9, num_ranks=1)
-    engine.outbox.send_to(cache.begin_step(3, engine.decoder.version).append)
+    engine.outbox.set_sink(cache.begin_step(3, engine.decoder.version).append)
     rollouts = [np.concatenate([r.prompt_tokens, r.response_tokens]).tolist() for r in generate(engine, requests)]
     counts = engine.take_counts()
     assert (counts.num_preempted > 0) == ("preempted" in way)
@@ -71,13 +71,13 @@ def test_a_prompts_features_are_copied_and_handed_over_once(monkeypatch):
     monkeypatch.setattr(feature_outbox, "PendingHostCopy", counting)
     monkeypatch.setattr(feature_outbox, "_POSITIONS", 20)
     engine = full_engine([OFF], max_live=6)
-    engine.outbox.send_to(kept := KeptFeatures())
+    engine.outbox.set_sink(kept := KeptFeatures())
     for turn in ("first", "other weights", "another sink"):
         kept.firsts.clear()
         if turn == "other weights":
-            engine.load_policy(folder_weights(embedded_folder()), 1)
+            engine.load_policy(read_folder_weights(embedded_folder()), 1)
         if turn == "another sink":
-            engine.outbox.send_to(kept := KeptFeatures())
+            engine.outbox.set_sink(kept := KeptFeatures())
         rollouts = generate(engine, REQUESTS)
         prompts = {tuple(request.prompt_tokens.tolist()) for request in REQUESTS}
         assert sorted(prompt for prompt, first in kept.firsts if first == 0) == sorted(prompts)

@@ -19,7 +19,7 @@ from launch_ranks import ROOT, tlt
 from small_run import small_record
 
 from tlt_hpc.checkpoint import manifest as checkpoint_manifest
-from tlt_hpc.storage.rollout_log import write_kept, write_step
+from tlt_hpc.storage.rollout_log import write_kept_responses, write_step
 
 PAGE = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
 
@@ -82,7 +82,7 @@ def found_in(path: Path) -> dict[str, str]:
 
 
 def test_kept_responses_are_as_the_page_says(tmp_path: Path) -> None:
-    write_kept(tmp_path / "kept.h5", "a" * 32, small_record(1, 0).rollouts, durable=False)
+    write_kept_responses(tmp_path / "kept.h5", "a" * 32, small_record(1, 0).rollouts, durable=False)
     log = {name: kind for name, kind in documented("The rollout log").items() if name.startswith("rollouts/")}
     assert {"rewards", "advantages", "@origin"} <= set(code(section("Kept responses")))
     own = documented("Kept responses") | {"@origin": plain("bytes")}

@@ -18,7 +18,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.policy import Policy
 from tlt_hpc.run import job
-from tlt_hpc.train import run
+from tlt_hpc.train import run_training
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def is_engine_left(folder: str, change: str) -> bool:
     job.Policy = Watched  # type: ignore[misc]
     small = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=16", "run.num_steps=1"]
     config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={folder}", "run.ranks=1", change, *small])
-    run(config, World.connect(), Silent())
+    run_training(config, World.connect(), Silent())
     leave_process_group()
     (engine,) = engines
     return engine() is not None

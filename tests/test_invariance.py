@@ -20,7 +20,7 @@ from torch import Tensor
 from tlt_hpc.kernels import attention, dispatch, linear
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import load_drafter
-from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.folder import read_folder_weights
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
 needs_interpreter = pytest.mark.skipif(
@@ -161,7 +161,7 @@ REQUESTS = gcd_requests(4, 4)
 def half_engine(strategies: list[Strategy], **options):
     """An engine in bfloat16 without a tie guard, with the embedded weights and drafter, as it is on a GPU."""
     decoder = Decoder(embedded_decoder().shape, torch.bfloat16, CPU, is_invariant=True)
-    decoder.load(folder_weights(embedded_folder()), 0)
+    decoder.load_weights(read_folder_weights(embedded_folder()), 0)
     drafter = load_drafter("embedded:tiny", decoder, "the embedded drafter")
     options = {"tie_guard": False, "chooser": "random", "max_new_tokens": 60, "attention": "paged-kernel"} | options
     return full_engine(strategies, decoder=decoder, drafter=drafter, **options)

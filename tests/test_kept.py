@@ -21,18 +21,25 @@ from test_rollout_log import same
 
 from tlt_hpc import train as run
 from tlt_hpc.cluster.stopping import Stop
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.common.records import Request, Rollout, SampleKey
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import leave_process_group
-from tlt_hpc.run import kept as kept_module
+from tlt_hpc.run import kept_responses as kept_module
 from tlt_hpc.run import saving, session
-from tlt_hpc.run.kept import Keeper, describe_progress, drop_kept, open_keeper, origin_of, origin_of_start
+from tlt_hpc.run.kept_responses import (
+    Keeper,
+    describe_progress,
+    open_keeper_read_kept,
+    remove_kept_responses,
+    weights_origin_of_folder,
+    weights_origin_of_line,
+)
 from tlt_hpc.run.rollout_loop import requests_without_kept
-from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder, part_of
-from tlt_hpc.storage.rollout_log import read_kept, read_step, write_kept, write_step
+from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder, part_path
+from tlt_hpc.storage.rollout_log import read_kept_responses, read_step, write_kept_responses, write_step
 from tlt_hpc.storage.step_lines import STEP, add_line, read_lines
 
 OVERRIDES = [
@@ -52,20 +59,24 @@ def response(draw: int, sample: int = 0, length: int = 3) -> Rollout:
 
 def test_what_was_kept_comes_back(tmp_path):
     rollouts = [response(draw, length=25 * draw) for draw in range(3)]
-    write_kept(tmp_path / "k.h5", "here", rollouts, True)
-    origin, found = read_kept(tmp_path / "k.h5")
+    write_kept_responses(tmp_path / "k.h5", "here", rollouts, True)
+    origin, found = read_kept_responses(tmp_path / "k.h5")
     assert origin == "here" and len(found) == 3 and all(map(same, rollouts, found))
 
 
 def test_weights_are_named_by_their_step_or_their_files(tmp_path):
     line = {"training/global_step": 3, "critic/score/mean": 0.5, "actor/num_tokens": 12, "timing_s/gen": 1.25}
-    assert origin_of(line) == origin_of({**line, "val-core/x": 1}), "an evaluation is added to the line later"
-    assert origin_of(line) != origin_of({**line, "timing_s/gen": 1.26}), "the same step, generated again"
-    assert origin_of(line) != origin_of({**line, "critic/score/mean": 0.25})
+    assert weights_origin_of_line(line) == weights_origin_of_line({**line, "val-core/x": 1}), (
+        "an evaluation is added to the line later"
+    )
+    assert weights_origin_of_line(line) != weights_origin_of_line({**line, "timing_s/gen": 1.26}), (
+        "the same step, generated again"
+    )
+    assert weights_origin_of_line(line) != weights_origin_of_line({**line, "critic/score/mean": 0.25})
     (tmp_path / "model.safetensors").write_bytes(b"one")
-    first = origin_of_start(tmp_path)
+    first = weights_origin_of_folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"two")
-    assert origin_of_start(tmp_path) != first
+    assert weights_origin_of_folder(tmp_path) != first
 
 
 # -- the keeper -----------------------------------------------------------------------------------------------------
@@ -82,7 +93,7 @@ def test_new_responses_are_written_every_so_often_each_once(tmp_path, clock):
     folder = RunFolder(tmp_path)
     keeper = Keeper(folder, 5, 2, "here")
     finished = [response(9), response(4)]
-    keeper.skip(1)  # the first was kept by an earlier start
+    keeper.count_as_written(1)  # the first was kept by an earlier start
     assert not keeper.is_due(finished)
     clock.now += kept_module.EVERY_SECONDS
     assert keeper.is_due(finished) and not keeper.is_due(finished[:1]), "nothing new is nothing to write"
@@ -92,12 +103,12 @@ def test_new_responses_are_written_every_so_often_each_once(tmp_path, clock):
     assert keeper.is_due([*finished, response(5)])
     keeper.write_new_responses([*finished, response(5), response(3)])
     keeper.write_new_responses([*finished, response(5), response(3)])
-    paths = folder.kept_parts(5)
+    paths = folder.kept_responses_paths(5)
     assert [path.name for path in paths] == ["rank-0002-000000.h5", "rank-0002-000001.h5"]
-    assert [[r.key.draw for r in read_kept(path)[1]] for path in paths] == [[4], [3, 5]]
-    drop_kept(folder)
-    assert folder.kept_parts(5) == [] and not folder.kept.exists()
-    drop_kept(folder)
+    assert [[r.key.draw for r in read_kept_responses(path)[1]] for path in paths] == [[4], [3, 5]]
+    remove_kept_responses(folder)
+    assert folder.kept_responses_paths(5) == [] and not folder.kept.exists()
+    remove_kept_responses(folder)
 
 
 def test_responses_of_a_step_are_kept_until_its_line_is_there(tmp_path):
@@ -106,17 +117,17 @@ def test_responses_of_a_step_are_kept_until_its_line_is_there(tmp_path):
     write_step(folder.rollout_log(5, 0), small_record(5, 0))
     Keeper(folder, 5, 0, "here").write_new_responses([response(1)])
     make_folder(folder.status)
-    claim_owner(folder.status, BEAT.start)
-    blocked = part_of(folder.metrics)
+    claim_owner(folder.status, BEAT.start_name)
+    blocked = part_path(folder.metrics)
     blocked.mkdir()
     with pytest.raises(WriteError):
-        run.commit(folder, 1, 5, {STEP: 6})
-    assert len(folder.kept_parts(5)) == 1
+        run.commit_step(folder, 1, 5, {STEP: 6})
+    assert len(folder.kept_responses_paths(5)) == 1
     blocked.rmdir()
-    run.commit(folder, 1, 5, {STEP: 6})
+    run.commit_step(folder, 1, 5, {STEP: 6})
     assert not folder.kept.exists() and list(read_lines(folder.metrics)) == [5]
     add_line(folder.metrics, {STEP: 7})
-    run.add_figures(folder, {STEP: 6, "val": 0.5})  # as where run.num_steps was lowered
+    run.write_evaluation_figures(folder, {STEP: 6, "val": 0.5})  # as where run.num_steps was lowered
     assert list(read_lines(folder.metrics).values()) == [{STEP: 6, "val": 0.5}, {STEP: 7}]
 
 
@@ -126,7 +137,7 @@ def test_a_full_disk_costs_the_keeping_and_not_the_run(tmp_path, clock, monkeypa
     def full(path: Path, *_: object) -> None:
         raise WriteError(path, OSError(errno.ENOSPC, "No space left on device"))
 
-    monkeypatch.setattr(kept_module, "write_kept", full)
+    monkeypatch.setattr(kept_module, "write_kept_responses", full)
     keeper.write_new_responses([response(1)])
     assert "step 6: finished responses are not kept until it ends: cannot write" in caplog.text
     assert "No space left on device" in caplog.text
@@ -165,23 +176,23 @@ def test_progress_is_the_steps_and_what_is_kept_of_the_next(tmp_path):
     for step in range(2):
         add_line(folder.metrics, {"training/global_step": step + 1})
     for step in (1, 2):
-        write_kept(folder.kept_part(step, 0, 0), "here", [response(1)], False)
-    size = folder.kept_part(2, 0, 0).stat().st_size
+        write_kept_responses(folder.kept_responses_path(step, 0, 0), "here", [response(1)], False)
+    size = folder.kept_responses_path(2, 0, 0).stat().st_size
     assert describe_progress(config) == f"step 2 and {size} bytes of the next one's responses"
 
 
 def test_the_next_start_takes_responses_of_its_own_weights_from_whole_files(tmp_path, caplog):
     config, folder = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={tmp_path}"]), RunFolder(tmp_path)
     add_line(folder.metrics, {"training/global_step": 2, "timing_s/gen": 2.5})
-    own = origin_of(read_lines(folder.metrics)[1])
+    own = weights_origin_of_line(read_lines(folder.metrics)[1])
     for number, (origin, draws) in enumerate([(own, (3, 1)), ("another", (2,)), (own, (1, 4)), (own, (5,))]):
-        write_kept(folder.kept_part(2, 0, number), origin, list(map(response, draws)), False)
-    folder.kept_part(2, 0, 3).write_bytes(b"cut off")
-    keeper, kept = open_keeper(config, folder, OneRank(), 2)
+        write_kept_responses(folder.kept_responses_path(2, 0, number), origin, list(map(response, draws)), False)
+    folder.kept_responses_path(2, 0, 3).write_bytes(b"cut off")
+    keeper, kept = open_keeper_read_kept(config, folder, OneRank(), 2)
     assert sorted(key.draw for key in kept) == [1, 3, 4]
     assert "its responses are generated again" in caplog.text
     keeper.write_new_responses([response(9)])
-    assert read_kept(folder.kept_part(2, 0, 4))[0] == own, "behind those that are there"
+    assert read_kept_responses(folder.kept_responses_path(2, 0, 4))[0] == own, "behind those that are there"
 
 
 # -- a run ----------------------------------------------------------------------------------------------------------
@@ -218,7 +229,11 @@ def take_one_step(folder: str, stop_at: int) -> dict[str, Any]:
         tokens |= {str(r.key): r.response_tokens.tolist() for r in read_step(path).rollouts}
     found = {
         "was whole": was_whole,
-        "kept": [r.key.draw * 4 + r.key.sample for path in job.folder.kept_parts(0) for r in read_kept(path)[1]],
+        "kept": [
+            r.key.draw * 4 + r.key.sample
+            for path in job.folder.kept_responses_paths(0)
+            for r in read_kept_responses(path)[1]
+        ],
         "policy": job.policy.gather_weights_sha256(),
         "tokens": tokens,
         "generated": job.engine.num_tokens if not was_whole else None,

@@ -350,9 +350,9 @@ def test_graph_pool_runs_on_static_buffers():
         return x @ weight + shift, x.sum(1)
 
     xs = [draw(3, 4, seed=seed) for seed in range(2)]
-    first = pool.run(3, function, (xs[0], shift))
+    first = pool.capture_once_and_replay(3, function, (xs[0], shift))
     assert_close(first[0], xs[0] @ weight + 1)
-    assert pool.run(2, lambda x: (x + 1,), (shift[:2],))[0].tolist() == [2.0, 2.0]
+    assert pool.capture_once_and_replay(2, lambda x: (x + 1,), (shift[:2],))[0].tolist() == [2.0, 2.0]
     weight.mul_(2)
     second = pool.replay(3, (xs[1], shift * 2))
     assert second[0] is first[0], "outputs stay where they are"

@@ -44,8 +44,8 @@ def committed_logs(folder: Path) -> dict[str, int]:
 
 def policy_after(folder: Path, step: int) -> dict[str, torch.Tensor]:
     checkpoint = CheckpointStore(folder / "tiny" / "checkpoints", keep=2).open_step(step)
-    assert len(checkpoint.names("policy")) > 200, "master weights and both moments of every parameter"
-    return {name: checkpoint.read("policy", name) for name in checkpoint.names("policy")}
+    assert len(checkpoint.tensor_names("policy")) > 200, "master weights and both moments of every parameter"
+    return {name: checkpoint.read_tensor("policy", name) for name in checkpoint.tensor_names("policy")}
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def filled(kind, tables, dense, size, num_pages, shape=SHAPE):
         length = len(dense.kv[row])
         if length:
             positions = torch.arange(length).unsqueeze(0)
-            layout = cache.layout([table], num_pages)
-            attend = cache.attend(layout, cache.tables[row : row + 1], positions)
+            layout = cache.build_layout([table], num_pages)
+            attend = cache.make_attention(layout, cache.tables[row : row + 1], positions)
             for layer in range(2):
                 attend(layer, torch.zeros(length, G * R, D), dense.kv[row])
     return cache
@@ -96,20 +96,20 @@ def test_attention_is_that_over_dense_tensors(kind, seed, window):
     dense.kv, held.kv = kv, [row[:-width] for row in kv]
     lengths = [len(row) for row in held.kv]
     cache = filled(kind, tables, held, size, 160, shape)
-    layout = cache.layout(tables, max(map(max, tables)) + 1)
+    layout = cache.build_layout(tables, max(map(max, tables)) + 1)
     query, new = torch.randn(len(kv), width, G * R, D), torch.stack([row[-width:] for row in kv])
     committed, close = torch.tensor(lengths), partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
     positions = committed.unsqueeze(1) + torch.arange(width)
     drafts = make_tree(torch.zeros(len(kv), 6).long(), torch.tensor([[0, 0, 0, 1, 2, 3]] * len(kv)), 3)
 
     def read(layer, part, *of_tree):
-        attend = cache.attend(layout, cache.tables, positions[:, part], *of_tree)
+        attend = cache.make_attention(layout, cache.tables, positions[:, part], *of_tree)
         return attend(layer, query[:, part].flatten(0, 1), new[:, part].flatten(0, 1)).view(len(kv), -1, G * R * D)
 
     branched, chain = read(0, slice(6), committed, drafts.ancestors), read(1, slice(width))
     if not window:  # the newest nodes alone, as the drafter grows its tree
         close(read(0, slice(4, 6), committed, drafts.ancestors[:, 4:]), branched[:, 4:])
-    steps = enumerate(cache.attend_steps(layout, cache.tables, positions[:, :6]))
+    steps = enumerate(cache.make_step_attentions(layout, cache.tables, positions[:, :6]))
     close(torch.stack([step(1, query[:, i], new[:, i]) for i, step in steps], 1), chain[:, :6])
     for row, length in enumerate(lengths):
         for i in range(width):
@@ -128,7 +128,7 @@ def test_copied_pages_and_moved_slots_hold_what_they_held(kind):
     for pool, was in zip(pools(cache), before, strict=True):
         assert torch.equal(pool[:, 3], was[:, 0])
         assert torch.equal(pool[:, 2], was[:, 1])
-    cache.move_slots(torch.tensor([6, 7]), torch.tensor([5, 6]))
+    cache.copy_slots(torch.tensor([6, 7]), torch.tensor([5, 6]))
     axis = 2 if kind is HostPagedCache else 1
     for pool, was in zip(pools(cache), before, strict=True):
         moved, held = pool[:, 1].unbind(axis), was[:, 1].unbind(axis)

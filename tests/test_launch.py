@@ -10,7 +10,7 @@ import time
 import pytest
 from launch_ranks import ROOT, run_python
 
-from tlt_hpc.cli.display import start_times
+from tlt_hpc.cli.display import startup_times_text
 from tlt_hpc.cluster import launcher
 
 
@@ -68,8 +68,14 @@ def test_mpiexec_is_found_and_not_started_where_it_would_wait_for_ever(tmp_path,
 
 
 def test_more_ranks_than_cores_are_named():
-    assert launcher.starting(64) + launcher.crowding(64, 2) == "starting 64 ranks on 2 cores, which will be slow"
-    assert (launcher.crowding(3, 1), launcher.crowding(2, 2)) == (" on 1 core, which will be slow", "")
+    assert (
+        launcher.starting_ranks_message(64) + launcher.crowded_cores_note(64, 2)
+        == "starting 64 ranks on 2 cores, which will be slow"
+    )
+    assert (launcher.crowded_cores_note(3, 1), launcher.crowded_cores_note(2, 2)) == (
+        " on 1 core, which will be slow",
+        "",
+    )
 
 
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -133,10 +139,10 @@ def test_modules_of_the_folder_that_one_is_in_are_not_run(tmp_path):
 )
 def test_a_start_is_counted_from_the_command_that_started_the_ranks(value: str, counts: bool) -> None:
     at = str(time.time() + float(value)) if value[:1] in "+-" and value else value
-    assert (launcher.started_at({launcher.STARTED: at}) is not None) == counts
-    assert launcher.started_at({}) is None
+    assert (launcher.launch_time({launcher.STARTED: at}) is not None) == counts
+    assert launcher.launch_time({}) is None
 
 
 def test_what_took_long_in_a_start_is_named() -> None:
-    told = start_times(100.0, {"reading": 102.0, "loading": 102.5}, 110.0)
+    told = startup_times_text(100.0, {"reading": 102.0, "loading": 102.5}, 110.0)
     assert told == "first tokens 10.0 s after the start: loading 7.5, starting 2.0"

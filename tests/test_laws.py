@@ -26,7 +26,7 @@ from tlt_hpc.models.shape import shape_from
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.settings import EngineSettings
-from tlt_hpc.rollout.strategy import OFF, strategy_named
+from tlt_hpc.rollout.strategy import OFF, parse_strategy
 
 V, NUM_SAMPLES, PROMPT = 8, 4000, [3, 1, 5]
 CONFIG = Qwen2Config(
@@ -46,7 +46,7 @@ def model():
 @pytest.fixture(scope="module")
 def decoder():
     made = Decoder(SHAPE, torch.float32, CPU)
-    made.load(model().state_dict().items(), 0)
+    made.load_weights(model().state_dict().items(), 0)
     return made
 
 
@@ -90,7 +90,7 @@ def draw(decoder, seed, rule, drafter, strategy, options):
     """Triples of tokens under keys of this seed."""
     settings = EngineSettings(
         params=SamplingParams(3, rule.temperature, rule.top_k, rule.top_p), num_tokens=V, eos_token_ids=(),
-        max_live=256, max_prompt_tokens=4, page_size=4, strategies=(OFF, strategy_named(strategy)),
+        max_live=256, max_prompt_tokens=4, page_size=4, strategies=(OFF, parse_strategy(strategy)),
         chooser="random", seed=seed, **{"tie_guard": True} | options,
     )  # fmt: skip
     own = Eagle(SHAPE, 0, torch.float32, CPU)

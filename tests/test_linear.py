@@ -15,7 +15,7 @@ def make(size, dtype=torch.float32, bias=False):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(size, generator=generator).to(dtype)
     layer = Linear(weight, torch.randn(size[0], generator=generator).to(dtype) if bias else None)
-    layer.pack()
+    layer.pack_weights()
     return layer
 
 
@@ -35,7 +35,7 @@ def test_products_and_residuals_for_every_number_of_rows(size, bias, dtype):
         before = residual.clone()
         wanted = exact(layer, x)
         torch.testing.assert_close(layer(x).double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype] / 5)
-        added = layer.add_to(residual, x).double()
+        added = layer.forward_plus_residual(residual, x).double()
         torch.testing.assert_close(added, wanted + residual.double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype] / 5)
         assert torch.equal(residual, before), "the residual is read, not written"
 

@@ -13,7 +13,7 @@ import pytest
 from answers import mistake
 
 from tlt_hpc.cli.main import main
-from tlt_hpc.cluster.watch.record import Record, claim_verdict, write_record
+from tlt_hpc.cluster.watch.record import Record, write_record, write_verdict_if_first
 from tlt_hpc.look.live import list_runs
 from tlt_hpc.storage.records import CurvePoint, DrafterFacts, write_json
 from tlt_hpc.storage.step_lines import add_line
@@ -127,7 +127,7 @@ def test_a_run_whose_rank_was_killed_is_not_said_to_run(listed: Listed) -> None:
     status.mkdir()
     write_record(status, Record("now", 0, "h", 1, 5, "rollout", 1, "", 0, "", 0, 9, 0, 9, 0.0))
     assert "running (rollout)" in listed()[0][1]
-    claim_verdict(status, "now", "rank 1 on h was killed or crashed, last seen in a rollout")
+    write_verdict_if_first(status, "now", "rank 1 on h was killed or crashed, last seen in a rollout")
     row = listed()[0][1]
     assert "rank 1 on h was killed or crashed" in row and "running" not in row
 

@@ -19,9 +19,9 @@ from tiny import byte_tokenizer
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.request import SlurmRequest
-from tlt_hpc.cluster.status import resubmitted_by
+from tlt_hpc.cluster.status import resubmit_command
 from tlt_hpc.cluster.submission import Submission, SubmittedRun, save
-from tlt_hpc.cluster.watch.record import Record, claim_verdict, status_file, write_record
+from tlt_hpc.cluster.watch.record import Record, status_file, write_record, write_verdict_if_first
 from tlt_hpc.common.records import Rollout, SampleKey
 from tlt_hpc.look.live import watch_run
 from tlt_hpc.look.live.samples import DRAFTED, read_samples_as_text, sample_text
@@ -143,7 +143,11 @@ STANDS = [
     (lambda run: report(run, ending="stopped early"), 0, f"ended: stopped early; {QUEUED}"),
     (lambda run: report(run, ending="finished"), 0, "finished"),
     (report, 1, f"no rank gives a sign of life; {QUEUED}"),
-    (lambda run: claim_verdict(run.status, "now", KILLED), 1, f"no rank gives a sign of life: {KILLED}; the same"),
+    (
+        lambda run: write_verdict_if_first(run.status, "now", KILLED),
+        1,
+        f"no rank gives a sign of life: {KILLED}; the same",
+    ),
     (lambda run: [status_file(run.status, rank).unlink() for rank in range(2)], 0, "a start has begun, and no rank"),
     (lambda run: os.utime(run.status / "owner", (time.time() - 600,) * 2), 1, "nobody is at work here"),
 ]
@@ -168,7 +172,7 @@ def test_a_run_of_a_submission_is_resumed_by_its_job(run, monkeypatch, capsys, t
     for job, words in (("1234567", "else by `tlt submit resubmit 1234567`"), ("17", "else by the same command")):
         member = SubmittedRun("tiny", str(run.path), ("train", "x.toml"), jobs=(job,))
         save(Submission(folder, tmp_path, tmp_path, "sweep", "x.toml", SlurmRequest(), (member,), 0.0))
-        resubmitted_by.cache_clear()
+        resubmit_command.cache_clear()
         assert main(["watch", str(run.path), "--once"]) == 0
         assert words in " ".join(capsys.readouterr().out.split())
 
@@ -238,7 +242,7 @@ def watched(run, monkeypatch):
 
         monkeypatch.setattr(watch_run, "time", SimpleNamespace(sleep=sleep))  # subprocess sleeps, too
         shown = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)
-        status = watch_run.follow(shown, argparse.Namespace(run=run.path))
+        status = watch_run.redraw_until_end(shown, argparse.Namespace(run=run.path))
         return status, shown.file.getvalue(), len(changes) - len(left)
 
     return follow

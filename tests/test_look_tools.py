@@ -16,7 +16,7 @@ from launch_ranks import ROOT
 from small_run import small_record, small_run
 
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.storage.folder import RunFolder, part_of
+from tlt_hpc.storage.folder import RunFolder, part_path
 from tlt_hpc.storage.rollout_log import write_step
 
 TOOLS = ROOT / "tools"
@@ -107,7 +107,7 @@ def test_export(tmp_path: Path, folder: RunFolder) -> None:
 
 def test_inspect_names_what_is_wrong(folder: RunFolder) -> None:
     assert "All of these are sound." in start("inspect_run", folder.path, "--check").stdout
-    part = part_of(folder.rollout_log(2, 0))
+    part = part_path(folder.rollout_log(2, 0))
     part.write_bytes(b"half")
     write_step(folder.rollout_log(3, 0), small_record(3, 0))
     done = start("inspect_run", folder.path)
@@ -149,7 +149,7 @@ def test_the_notebook_reads_a_runs_responses(folder: RunFolder, monkeypatch: pyt
     log = RunLog(folder.path)
     table = names["by_step"]
     assert list(table.index) == [1, 2, 3] and len(names["responses"]) == sum(
-        len(record.rollouts) for step in log.steps for record in log.records(step)
+        len(record.rollouts) for step in log.steps for record in log.read_rank_records(step)
     )
     longest = log.metric("response_length/max")
     assert not len(longest) or table["tail"].min() >= 1

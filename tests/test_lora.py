@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from tlt_hpc.config import ConfigError, LoraSection
 from tlt_hpc.models.folder import load_policy_model
 from tlt_hpc.models.lora import adapter_names, add_adapters, merge_adapters, named_adapters, target_layers
-from tlt_hpc.models.shape import adapter_parameters, read_shape
+from tlt_hpc.models.shape import num_adapter_parameters, read_shape
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.models.weight_files import read_headers
 from tlt_hpc.rl.distributed import leave_process_group
@@ -124,7 +124,7 @@ def distances_from_base(stage: int) -> list[list[float]]:
     policy = Policy(make_model(), config, world, reference=lambda: pytest.fail("no second model is made"))
     rollouts = make_rollouts()
     policy.update(rollouts, make_advantages())
-    found = policy.reference_kl(rollouts).tolist()
+    found = policy.sum_reference_kl_over_ranks(rollouts).tolist()
     now, base = Reference(config), Reference(config)
     now.model.load_state_dict(weights_of(policy))
     with torch.no_grad():
@@ -204,7 +204,7 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_is_exported_and_evaluated(t
     names = [name for path in saved for name in load_file(path)]
     assert all("lora_" in name for name in names)
     count = sum(tensor.numel() for path in saved for tensor in load_file(path).values())
-    assert count == 3 * adapter_parameters(shape, 8)
+    assert count == 3 * num_adapter_parameters(shape, 8)
 
     run, model, adapter = whole / "run", tmp_path / "model", tmp_path / "adapter"
     tlt(1, "export-policy", str(run), "--dtype", "float32", "--output", str(model))

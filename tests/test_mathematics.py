@@ -17,9 +17,9 @@ from math_pairs import pairs
 
 from tlt_hpc.rewards import text as texts
 from tlt_hpc.rewards.answer import Verdict
-from tlt_hpc.rewards.final_answer import answer_in, find_answer
-from tlt_hpc.rewards.judge import truth_problem
-from tlt_hpc.rewards.mathematics import equal_as_mathematics, same_answer
+from tlt_hpc.rewards.final_answer import extract_mathematics, find_answer
+from tlt_hpc.rewards.judge import find_truth_problem
+from tlt_hpc.rewards.mathematics import answer_equality_verdict, mathematical_equality_verdict
 
 _LINES = (Path(__file__).parent / "reward_forms.txt").read_text(encoding="utf-8").splitlines()
 _WRAPPINGS = (
@@ -35,14 +35,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "rewards.md"
 
 
 def verdict(answer: str, truth: str) -> float:
-    return equal_as_mathematics(f"\\boxed{{{answer}}}", truth).reward
+    return mathematical_equality_verdict(f"\\boxed{{{answer}}}", truth).reward
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.ci), pytest.param(3, marks=pytest.mark.ci)])
 def test_pairs_that_are_known_by_construction(seed: int) -> None:
     wrong, count = [], 1200
     for pair in pairs(seed, count):
-        found = equal_as_mathematics(pair.response, pair.truth)
+        found = mathematical_equality_verdict(pair.response, pair.truth)
         if (found.reward == 1.0) != pair.is_right or found.failure:
             wrong.append((pair, found))
     assert not wrong, wrong[:5]
@@ -66,11 +66,11 @@ def test_responses_have_their_verdict(line: str) -> None:
     kind, verdict, truth, response, *cut = line.split("\t")
     response, is_finished = response.replace("\u23ce", "\n"), not cut
     found = {
-        "math": lambda: equal_as_mathematics(response, truth, is_finished),
+        "math": lambda: mathematical_equality_verdict(response, truth, is_finished),
         "numeric": lambda: texts.numeric_verdict(response, truth, is_finished),
         "choice": lambda: texts.choice_verdict(response, truth, is_finished),
         "boxed": lambda: texts.boxed_verdict(response, truth),
-        "format": lambda: Verdict(texts.tags(response, truth.split())),
+        "format": lambda: Verdict(texts.format_tags_reward(response, truth.split())),
     }[kind]()
     assert found.reward == (verdict == "right"), found
 
@@ -78,14 +78,14 @@ def test_responses_have_their_verdict(line: str) -> None:
 @pytest.mark.parametrize("line", _lines("truth"))
 def test_an_answer_of_the_data_must_be_right_by_its_own_kind(line: str) -> None:
     _, verdict, kind, truth = line.split("\t")
-    assert (truth_problem(kind, truth) == "") == (verdict == "right")
+    assert (find_truth_problem(kind, truth) == "") == (verdict == "right")
 
 
 @pytest.mark.parametrize("line", _lines("answer"))
 def test_which_part_of_a_response_is_its_answer(line: str) -> None:
     _, what, answer, response = line.split("\t")
     found = find_answer(response.replace("\u23ce", "\n"))
-    assert (answer_in(found) if found else None) == (answer if what == "read" else None)
+    assert (extract_mathematics(found) if found else None) == (answer if what == "read" else None)
 
 
 @pytest.mark.parametrize("number", range(len(_WRAPPINGS)))
@@ -94,7 +94,7 @@ def test_forms_of_answers_are_compared_by_what_they_mean(number: int) -> None:
     wrong = []
     for index, (truth, sign, answer) in enumerate(_forms()):
         if index % len(_WRAPPINGS) == number:
-            found = equal_as_mathematics(_WRAPPINGS[number].replace("ANSWER", answer), truth)
+            found = mathematical_equality_verdict(_WRAPPINGS[number].replace("ANSWER", answer), truth)
             if found.reward != (sign == "\u2261"):
                 wrong.append(f"{truth} {sign} {answer}: {found.detail or 'equal'}")
     assert wrong == []
@@ -110,31 +110,31 @@ def test_the_table_of_the_page() -> None:
 
 
 def test_what_only_one_of_two_ways_finds_equal_is_disputed() -> None:
-    found = equal_as_mathematics("\\boxed{1/2x}", "\\frac{x}{2}")
+    found = mathematical_equality_verdict("\\boxed{1/2x}", "\\frac{x}{2}")
     assert (found.reward, found.is_disputed) == (0.0, True) and "disputed" in found.detail
-    plain = equal_as_mathematics("\\boxed{1/2}", "0.5")
+    plain = mathematical_equality_verdict("\\boxed{1/2}", "0.5")
     assert (plain.reward, plain.is_disputed) == (1.0, False)
 
 
 def test_each_way_alone_finds_what_the_other_takes_for_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second way would reject what a wrong first one accepted, and the first does not ask it about what differs."""
     monkeypatch.setattr("tlt_hpc.rewards.mathematics.compare.same_at_points", lambda *_: True)
-    assert equal_as_mathematics("\\boxed{x+1}", "x+2").is_disputed
+    assert mathematical_equality_verdict("\\boxed{x+1}", "x+2").is_disputed
     monkeypatch.setattr("tlt_hpc.rewards.mathematics.compare.same_constant", lambda *_: True)
-    assert equal_as_mathematics("\\boxed{\\sqrt{2}}", "\\sqrt{3}").is_disputed
+    assert mathematical_equality_verdict("\\boxed{\\sqrt{2}}", "\\sqrt{3}").is_disputed
 
 
 def test_why_a_verdict_is_wrong() -> None:
-    assert equal_as_mathematics("\\boxed{5}", "6").detail == "not equal to '6'"
-    assert equal_as_mathematics("\\boxed{5", "6").detail == "the response gives no answer"
-    assert equal_as_mathematics("\\boxed{red}", "blue").detail == "other words than 'blue'"
-    assert equal_as_mathematics("\\boxed{ 5. }", "5").read == "5"
+    assert mathematical_equality_verdict("\\boxed{5}", "6").detail == "not equal to '6'"
+    assert mathematical_equality_verdict("\\boxed{5", "6").detail == "the response gives no answer"
+    assert mathematical_equality_verdict("\\boxed{red}", "blue").detail == "other words than 'blue'"
+    assert mathematical_equality_verdict("\\boxed{ 5. }", "5").read == "5"
 
 
 def test_equal_answers_of_two_responses() -> None:
-    assert same_answer("\\boxed{\\frac{2}{4}}", "so $0.5$").reward == 1.0
-    assert same_answer("\\boxed{2}", "\\boxed{3}").reward == 0.0
-    assert same_answer("\\boxed{2", "\\boxed{3}").failure == "unreadable"
+    assert answer_equality_verdict("\\boxed{\\frac{2}{4}}", "so $0.5$").reward == 1.0
+    assert answer_equality_verdict("\\boxed{2}", "\\boxed{3}").reward == 0.0
+    assert answer_equality_verdict("\\boxed{2", "\\boxed{3}").failure == "unreadable"
 
 
 @pytest.mark.parametrize("term", ["(3^{33000}*7^{14000})^{1/64}", "1000!", "3^{9999}"])
@@ -164,7 +164,7 @@ def test_random_text_raises_nothing(seed: int) -> None:
         for response in (f"\\boxed{{{text}}}", f"the answer is {text}", text):
             texts.numeric_verdict(response, "5")
             texts.choice_verdict(response, "B")
-            equal_as_mathematics(response, "5")
+            mathematical_equality_verdict(response, "5")
 
 
 HANGING = [
@@ -185,7 +185,7 @@ HANGING = [
 @pytest.mark.parametrize(("answer", "truth"), HANGING, ids=lambda text: text[:24])
 def test_expressions_that_cannot_be_computed_end_soon(answer: str, truth: str) -> None:
     start = time.process_time()
-    equal_as_mathematics(f"\\boxed{{{answer}}}", truth)
+    mathematical_equality_verdict(f"\\boxed{{{answer}}}", truth)
     assert time.process_time() - start < 4.0, "reward.cpu_seconds is 5"
 
 
@@ -202,7 +202,7 @@ def test_text_of_one_piece_is_read_in_linear_time(piece: str) -> None:
     """Numbers and letters are read in the rank itself, which decodes nothing meanwhile."""
     for before, after in (("", ""), ("\\boxed{", "1}"), ("the answer is ", "!x")):
         text = before + piece * (50_000 // len(piece)) + after
-        for read in (find_answer, texts.number_of, texts.letter_of):
+        for read in (find_answer, texts.number_of_response, texts.letter_of_response):
             start = time.process_time()
             read(text)
             assert time.process_time() - start < 1.0, (read, before)

@@ -30,8 +30,8 @@ from tlt_hpc.plan.memory.phases import plan_memory
 from tlt_hpc.plan.memory.plan import MemoryLimits, MemoryPlan
 from tlt_hpc.plan.memory.savings import find_memory_savings
 from tlt_hpc.plan.memory.shapes import find_shape
-from tlt_hpc.plan.memory.situation import Situation, total
-from tlt_hpc.plan.memory.training import training_state
+from tlt_hpc.plan.memory.situation import Situation, total_bytes
+from tlt_hpc.plan.memory.training import training_state_bytes
 from tlt_hpc.rollout.engine import RolloutEngine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,7 +89,7 @@ def test_the_planned_engine_holds_what_a_real_one_of_its_sizes_does(form: str, m
     given = replace(given, shape=replace(given.shape, **few if model else {}))
     planned = PlannedEngine(given)
     decoder = Decoder(given.shape, given.decoding_dtype, cpu, Sharding(1, 2))
-    decoder.load(((name, torch.zeros(cut.sizes)) for name, cut in decoder.weight_cuts().items()), 0)
+    decoder.load_weights(((name, torch.zeros(cut.sizes)) for name, cut in decoder.weight_cuts().items()), 0)
     ids = torch.arange(16)
     drafter = make_drafter(given.shape, 0, given.decoding_dtype, cpu, None if form == "eagle" else ids)
     drafter.set_sharding(decoder.sharding)
@@ -97,7 +97,7 @@ def test_the_planned_engine_holds_what_a_real_one_of_its_sizes_does(form: str, m
         drafter.set_draft_vocabulary(ids)
     engine = RolloutEngine(decoder, planned.settings, drafter)
     assert planned.table == engine.memory_table()
-    packs = given.decoding_item == 4 and bool(model)
+    packs = given.decoding_bytes_per_number == 4 and bool(model)
     assert bool(planned.table["packed weights"]) == packs, "the embedded model's matrices are too small"
     assert planned.part == decoder.part != given.shape
     on_gpu = PlannedEngine(replace(given, device="cuda"))
@@ -132,8 +132,8 @@ def test_training_state_by_stage(
 ) -> None:
     settings = f"model.dtype={dtype}", f"optimizer.zero_stage={stage}", "optimizer.offload=false"
     given = situation("qwen7b", *settings, ranks=ranks)
-    state = training_state(given)
-    found = total(state.resident) - state.resident.get("bucket of gradients", 0)
+    state = training_state_bytes(given)
+    found = total_bytes(state.resident) - state.resident.get("bucket of gradients", 0)
     count = given.shape.num_parameters
     gradients = sum(num_bytes for name, num_bytes in state.held.items() if name.startswith("gradients"))
     by_parameter = found / count, gradients / count, state.stepping / count
@@ -145,9 +145,11 @@ def test_offload_takes_20_bytes_a_parameter_and_pinned_memory_in_powers_of_two()
     given = situation("qwen7b", ranks=4)  # offloads
     own = -(-given.shape.num_parameters // 4)
     assert 10**9 < own < 2 * 10**9, "two groups are stepped one after the other"
-    assert training_state(given).host == 12 * own + 2**33 + 2 * 2**32
-    moved = training_state(replace(given, config=load_config(JOBS / "qwen7b.toml", ["optimizer.offload=parameters"])))
-    assert moved.host == training_state(given).host + 2**32
+    assert training_state_bytes(given).host == 12 * own + 2**33 + 2 * 2**32
+    moved = training_state_bytes(
+        replace(given, config=load_config(JOBS / "qwen7b.toml", ["optimizer.offload=parameters"]))
+    )
+    assert moved.host == training_state_bytes(given).host + 2**32
 
 
 def test_each_group_of_ranks_has_a_communicator() -> None:
@@ -210,7 +212,7 @@ def test_at_stage_3_only_rank_0_holds_a_whole_model_in_host_memory() -> None:
     assert plan_memory(situation("qwen7b", "algorithm.kl_coefficient=0.1")).first_host == plan.first_host
     each = plan_memory(situation("qwen7b", "optimizer.zero_stage=2"))
     assert not each.first_host and loading in each.host
-    assert plan.node_bytes == 8 * total(plan.host) + num_bytes
+    assert plan.node_bytes == 8 * total_bytes(plan.host) + num_bytes
 
 
 def named_parameters() -> int:
@@ -230,14 +232,14 @@ def test_settings_that_make_a_plan_fit_are_found_and_each_is_needed(
 ) -> None:
     given = situation(job, *overrides, ranks=ranks, model="qwen2.5-1.5b" if job == "tiny" else "")
     given, limits = replace(given, ranks_per_node=min(8, ranks)), MemoryLimits(gigabytes * 10**9)
-    assert not limits.hold(plan_memory(given))
+    assert not limits.plan_fits(plan_memory(given))
     found = find_memory_savings(plan_memory(given), limits)
-    assert limits.hold(found.plan) and not set(found.changed) & {"rollout.max_new_tokens", "speculation.mode"}
-    changes = found.what.split()
+    assert limits.plan_fits(found.plan) and not set(found.changed) & {"rollout.max_new_tokens", "speculation.mode"}
+    changes = found.command_line_settings.split()
     for left_out in (None, *(change for change in changes if "zero_stage" not in change)):
         kept = [change for change in changes if change != left_out]
         again = replace(given, config=load_config(JOBS / f"{job}.toml", [*overrides, *kept]))
-        assert limits.hold(plan_memory(again)) == (left_out is None), left_out
+        assert limits.plan_fits(plan_memory(again)) == (left_out is None), left_out
 
 
 # --- the command ---

@@ -13,13 +13,13 @@ from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.common.records import FinishReason, MicroStepRecord, RolloutTiming, SampleKey
 from tlt_hpc.drafting.merge import MergeReport
 from tlt_hpc.look.columns import step_cells
-from tlt_hpc.look.metrics import gather_step_metrics, part_of
+from tlt_hpc.look.metrics import extract_rank_part, gather_step_metrics
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, Update
 from tlt_hpc.rollout.acceptance import DraftCounts
 from tlt_hpc.rollout.rounds import EngineCounts
-from tlt_hpc.rollout.strategy import strategies_of
+from tlt_hpc.rollout.strategy import parse_strategies
 from tlt_hpc.storage.rollout_log import StepRecord
-from tlt_hpc.train import own_drafts
+from tlt_hpc.train import learned_drafter_counts
 
 MISMATCH = RolloutMismatch(0.01, 0.04, 0.001, 0.002, 1.0, 0.0)
 STATS = PolicyStats(0.1, 0.2, 0.3, 0.0, 0.0, 0.0, 0.5, 1e-4, 60, 0.1, 0.9, MISMATCH)
@@ -68,7 +68,7 @@ RECORDS = [
 
 @pytest.fixture
 def summary():
-    world = SimpleNamespace(allgather=lambda item: [part_of(each) for each in RECORDS])
+    world = SimpleNamespace(allgather=lambda item: [extract_rank_part(each) for each in RECORDS])
     return gather_step_metrics(world, RECORDS[0], UPDATE, MergeReport(9, 7, "", 0.5), {"gen": 8.0, "step": 10.0})
 
 
@@ -111,21 +111,21 @@ def test_figures_are_sums_over_the_ranks(summary):
 
 
 def test_drafts_of_all_the_drafters_strategies_count_and_no_others() -> None:
-    strategies = strategies_of("full", ["ngram-4", "drafter-5x3v16", "drafter-4", "drafter-2a1.5"])
+    strategies = parse_strategies("full", ["ngram-4", "drafter-5x3v16", "drafter-4", "drafter-2a1.5"])
     counts = [DraftCounts() for _ in strategies]
     for place, own in enumerate(counts):
         own.add(2, [1] * 10**place)
     drafts = {strategy.family: own for strategy, own in zip(strategies, counts, strict=True)}
     settings = SimpleNamespace(strategies=strategies)
-    found = own_drafts(settings, EngineCounts(drafts=drafts))
+    found = learned_drafter_counts(settings, EngineCounts(drafts=drafts))
     names = [strategy.name for strategy in strategies]
     used = sum(10**place for place, name in enumerate(names) if name.startswith("drafter"))
     assert (found.reached[:3], found.accepted[:2]) == ([used, used, 0], [used, 0]) and used > 1000
-    assert own_drafts(settings, EngineCounts()) == DraftCounts()
+    assert learned_drafter_counts(settings, EngineCounts()) == DraftCounts()
 
 
 def test_a_line_a_step_shows_them(summary, capsys):
-    StepReporter(Screen(True)).stepped(summary)
+    StepReporter(Screen(True)).show_step(summary)
     line = capsys.readouterr().out
     assert line.split() == ["5", "0.500", "10", "20", "2.00", "5.10", "4.00", "7", "8.00", "10.00"]
     assert line.split() == list(step_cells(summary))

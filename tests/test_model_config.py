@@ -60,10 +60,10 @@ def verdict(raw: dict[str, Any]) -> str:
         return f"accepted, and transformers has {type(error).__name__}: {error}"
     decoder = Decoder(shape, torch.float32, CPU)
     try:
-        decoder.load(((name, weight.detach()) for name, weight in model.named_parameters()), 0)
+        decoder.load_weights(((name, weight.detach()) for name, weight in model.named_parameters()), 0)
     except ValueError:
         return "refused"
-    hidden = decoder.hidden(TOKENS, torch.arange(len(TOKENS)), attend_documents(None, shape.windows))
+    hidden = decoder.hidden_states(TOKENS, torch.arange(len(TOKENS)), attend_documents(None, shape.windows))
     apart = float((decoder.logits(hidden) - theirs).abs().max())
     return "same" if apart < 3e-4 else f"accepted, and logits are {apart:.2g} apart"
 

@@ -13,7 +13,7 @@ from tiny import embedded_folder
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import UserError
-from tlt_hpc.models.folder import folder_weights, load_policy_model
+from tlt_hpc.models.folder import load_policy_model, read_folder_weights
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -96,7 +96,7 @@ def test_ends_that_are_no_tokens(token, message, folder, capsys):
 @pytest.mark.parametrize("factor", [1.0, 1.05])
 def test_a_tied_head_that_is_in_a_file_of_torch_too_is_the_embedding(factor, folder):
     """No check before the start reads such a file."""
-    weights = dict(folder_weights(embedded_folder()))
+    weights = dict(read_folder_weights(embedded_folder()))
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] * factor
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
@@ -109,7 +109,7 @@ def test_a_tied_head_that_is_in_a_file_of_torch_too_is_the_embedding(factor, fol
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_file_of_torch_is_refused_where_the_decoder_reads_it(command, folder, capsys):
-    torch.save(dict(folder_weights(folder)), folder / "pytorch_model.bin")
+    torch.save(dict(read_folder_weights(folder)), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     assert main(["train", str(TINY), "model.path=mine", "--dry-run"]) == 0
     capsys.readouterr()

@@ -32,10 +32,10 @@ from tlt_hpc.export import policy
 from tlt_hpc.extras.preflight.job_checks import check_model
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.models.folder import folder_weights, load_policy_model
+from tlt_hpc.models.folder import load_policy_model, read_folder_weights
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.weight_check import check_sizes, weight_sizes
-from tlt_hpc.mpi.world import to_send
+from tlt_hpc.mpi.world import as_sendable_error
 
 TINY = str(Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml")
 EMBEDDING, HEAD, INDEX = "model.embed_tokens.weight", "lm_head.weight", "model.safetensors.index.json"
@@ -207,7 +207,7 @@ def verdicts(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]
         said[name] = told.err.removeprefix("tlt: ").rstrip("\n")
     config = load_config(Path(TINY), [word for word in COMMANDS["train adapters"] if "=" in word])
     member = SimpleNamespace(name="m", arguments=["train", TINY, "model.path=mine"])
-    shapes = {} if any(said.values()) else {name: weight.shape for name, weight in folder_weights(folder)}
+    shapes = {} if any(said.values()) else {name: weight.shape for name, weight in read_folder_weights(folder)}
     stored = Mock(config=config, model=folder, shapes=shapes)
     for name, check in {
         "preflight": lambda: check_model(SimpleNamespace(config=config, num_ranks=2, uses_gpu=False)),  # type: ignore[arg-type]
@@ -228,8 +228,8 @@ def test_an_error_keeps_what_is_wrong_apart_from_the_remedy():
         check_sizes({"model.norm.weight; its copy": (32,)}, read_shape(embedded_folder()), "a; b")
     fact, _, remedy = str(caught.value).rpartition("; ")
     assert fact.startswith("a; b: 'model.norm.weight; its copy' is no weight of") and remedy.startswith("take the conf")
-    for sent in (caught.value, pickle.loads(pickle.dumps(caught.value)), to_send(caught.value)):
-        assert (str(sent), sent.fact) == (str(caught.value), fact)
+    for sent in (caught.value, pickle.loads(pickle.dumps(caught.value)), as_sendable_error(caught.value)):
+        assert (str(sent), sent.message_without_remedy) == (str(caught.value), fact)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -253,10 +253,10 @@ def test_every_command_lets_right_weights_pass_and_they_compute_what_transformer
     assert not any(said.values()), said
     shape = read_shape(folder)
     decoder = Decoder(shape, torch.float32, CPU)
-    decoder.load(folder_weights(folder), 0)
+    decoder.load_weights(read_folder_weights(folder), 0)
     cuts = {each: cut.sizes for each, cut in decoder.weight_cuts().items()}
     assert weight_sizes(shape) == cuts, "the check's names are the decoder's"
     tokens = torch.randint(0, 20, (30,), generator=torch.Generator().manual_seed(0))
-    hidden = decoder.hidden(tokens, torch.arange(30), attend_documents(None, shape.windows))
+    hidden = decoder.hidden_states(tokens, torch.arange(30), attend_documents(None, shape.windows))
     theirs = load_policy_model(folder, "float32")(tokens[None]).logits[0]
     assert float((decoder.logits(hidden) - theirs).abs().max()) < 1e-3

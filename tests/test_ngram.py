@@ -99,5 +99,5 @@ def test_continuations_compete_under_the_noise(temperature: float, wanted: int) 
     text = [1, *(token for end in (5, 6, 8) for token in (*context, end)), *context]
     response = Response(request, SamplingParams(90, temperature), SamplingRule(temperature, 20), 0, text=text)
     drafts.update_table([response])
-    (chain,) = drafts.chains([response], lambda row, d, token: 100.0 * (token == 6), Strategy("ngram", 1))
+    (chain,) = drafts.draft_chains([response], lambda row, d, token: 100.0 * (token == 6), Strategy("ngram", 1))
     assert chain == [wanted]

@@ -12,7 +12,7 @@ from launch_ranks import ROOT, run_on_ranks
 
 from tlt_hpc.cluster.launcher import launched_rank
 from tlt_hpc.config import UserError, load_config
-from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.models.tokenizer import package_asset_folder
 from tlt_hpc.mpi import world as world_module
 from tlt_hpc.plan import nodes
 from tlt_hpc.plan.nodes import NodeFacts, NodeReport, find_difference, refuse_errors
@@ -78,7 +78,7 @@ def test_a_node_with_gpus_and_without_a_c_compiler_is_refused(tmp_path: Path, mo
 
 
 def test_a_models_digest_follows_its_files(tmp_path: Path) -> None:
-    model = shutil.copytree(embedded("tiny"), tmp_path / "model")
+    model = shutil.copytree(package_asset_folder("tiny"), tmp_path / "model")
     found = {nodes.model_digest(model)}
     os.truncate(model / "model.safetensors", 1000)
     found.add(nodes.model_digest(model))

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError, UserError, WarmupSection
 from tlt_hpc.config.recipes import scheduled_rate
-from tlt_hpc.drafting.offline import balanced_shards, batches_of, passes_of
+from tlt_hpc.drafting.offline import balanced_shards, iter_update_batches, pack_forward_passes
 from tlt_hpc.drafting.pool import pack_excerpts
 from tlt_hpc.storage.feature_file import Document
 from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, read_facts, write_json
@@ -37,7 +37,10 @@ def document(prompt_length: int, response_length: int, first: int = 0) -> Docume
 def texts_from(num_distinct: int) -> Texts:
     """50 training texts and at most 8 held out, of prompts that come again after ``num_distinct``."""
     batch = [Prompt(np.array([7, i % num_distinct], np.int32), str(i), "", "") for i in range(1000)]
-    warmup, prompts = SimpleNamespace(responses=50, validation_prompts=8), SimpleNamespace(batch=lambda step: batch)
+    warmup, prompts = (
+        SimpleNamespace(responses=50, validation_prompts=8),
+        SimpleNamespace(read_step_prompts=lambda step: batch),
+    )
     return from_prompts(warmup, prompts)  # type: ignore[arg-type]
 
 
@@ -55,15 +58,15 @@ def test_no_prompt_is_trained_on_and_validated_with(num_distinct, num_kept):
 
 
 def test_every_document_comes_once_before_any_comes_twice():
-    taken = [index for batch in islice(batches_of(LENGTHS, 12, 0), 40) for index in batch]
+    taken = [index for batch in islice(iter_update_batches(LENGTHS, 12, 0), 40) for index in batch]
     for epoch in range(len(taken) // len(LENGTHS)):
         assert sorted(taken[epoch * len(LENGTHS) : (epoch + 1) * len(LENGTHS)]) == list(range(len(LENGTHS)))
     assert taken[:8] != taken[8:16], "each epoch has an order of its own"
-    assert taken != [index for batch in islice(batches_of(LENGTHS, 12, 1), 40) for index in batch]
+    assert taken != [index for batch in islice(iter_update_batches(LENGTHS, 12, 1), 40) for index in batch]
 
 
 def test_a_batch_is_full_and_not_over_its_tokens_unless_one_document_is():
-    for batch, following in pairwise(islice(batches_of(LENGTHS, 12, 0), 40)):
+    for batch, following in pairwise(islice(iter_update_batches(LENGTHS, 12, 0), 40)):
         tokens = sum(LENGTHS[index] for index in batch)
         assert tokens <= 12 or len(batch) == 1
         assert tokens + LENGTHS[following[0]] > 12
@@ -80,7 +83,7 @@ def test_a_batch_is_sharded_whole_and_evenly(num_ranks):
 
 def test_passes_predict_each_response_token_once_within_their_size():
     documents = [document(4, 20, 0), document(50, 3, 1), document(2, 7, 2), document(6, 2, 3)]
-    passes = passes_of(documents, 16)
+    passes = pack_forward_passes(documents, 16)
     assert all(sum(excerpt.num_pairs for excerpt in one) <= 16 for one in passes)
     assert sum(int(pack_excerpts(one, torch.device("cpu")).counts.sum()) for one in passes) == 20 + 3 + 7 + 2
     windows = [(e.start, e.num_pairs) for one in passes for e in one if e.document is documents[1]]
@@ -139,14 +142,20 @@ def test_the_best_is_the_first_of_the_highest():
 def test_validation_comes_on_time_at_the_end_and_never_twice():
     assert [u for u in range(101) if Progress(u).validation_is_due(LIMITS, u > 0)] == [*range(5, 101, 5)]
     assert Progress(0).validation_is_due(LIMITS, is_trained=True), "a drafter that is trained already is validated"
-    assert not Progress(10).validated(2.0, 1.0).validation_is_due(LIMITS, is_trained=True)
+    assert not Progress(10).after_validation(2.0, 1.0).validation_is_due(LIMITS, is_trained=True)
     ended = WarmupSection(updates=107)
     assert at(107).validation_is_due(ended, is_trained=True), "the last update, in between"
     assert [WarmupSection(updates=updates).validation_interval for updates in (9, 1500, 9000)] == [1, 75, 100]
 
 
 def test_progress_counts_and_comes_back_equal_from_json():
-    progress = Progress().learned(0.25, 100, 1.5).learned(0.35, 60, 0.5).validated(3.3, 0.25).learned(1 / 3, 70, 0.5)
+    progress = (
+        Progress()
+        .after_update(0.25, 100, 1.5)
+        .after_update(0.35, 60, 0.5)
+        .after_validation(3.3, 0.25)
+        .after_update(1 / 3, 70, 0.5)
+    )
     assert progress.curve == (CurvePoint(2, 160, 2.25, 0.3, 3.3),)
     assert (progress.updates, progress.tokens, progress.seconds, progress.losses) == (3, 230, 2.75, (1 / 3,))
     assert TypeAdapter(Progress).validate_python(json.loads(json.dumps(asdict(progress)))) == progress

@@ -20,16 +20,16 @@ from tiny import embedded_folder
 
 from tlt_hpc.cli import main as cli
 from tlt_hpc.cli.display import Screen, StepReporter
-from tlt_hpc.cluster.launcher import given_job, launch_environment, launched_rank
+from tlt_hpc.cluster.launcher import job_text_from_launcher, launch_environment, launched_rank
 from tlt_hpc.cluster.stopping import StopFlag
 from tlt_hpc.config import load_config
 from tlt_hpc.models import piece
-from tlt_hpc.models.piece import read_all_once, read_each_once
-from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.models.piece import read_and_broadcast_all, read_and_broadcast_each
+from tlt_hpc.models.tokenizer import package_asset_folder
 from tlt_hpc.mpi import world as world_module
 from tlt_hpc.rl import distributed
 from tlt_hpc.rl.distributed import leave_process_group
-from tlt_hpc.train import run
+from tlt_hpc.train import run_training
 
 OPENED = re.compile(r'open(?:at)?\(.*?"([^"]+)", (\S+?)[,)].*= \d+$')
 needs_strace = pytest.mark.skipif(
@@ -41,11 +41,11 @@ THREAD = re.compile(r"^clone.*CLONE_THREAD.*= (\d+)$")
 def start_and_go_on(job: str, overrides: list[str]) -> str:
     """A run of one step, and another start that takes it up for a second."""
     options = cli.parse(["train", job, *overrides])
-    config = load_config(job, overrides, given_job(os.environ, job))
-    world = cli.connect(config, options, StopFlag())
+    config = load_config(job, overrides, job_text_from_launcher(os.environ, job))
+    world = cli.connect_all_ranks(config, options, StopFlag())
     for num_steps in (1, 2):
         steps = config.run.model_copy(update={"num_steps": num_steps})
-        result = run(config.model_copy(update={"run": steps}), world, StepReporter(Screen(False)))
+        result = run_training(config.model_copy(update={"run": steps}), world, StepReporter(Screen(False)))
     leave_process_group()
     return result.policy_sha256
 
@@ -70,7 +70,7 @@ def place_of_files(tmp_path: Path) -> tuple[Path, list[str]]:
     """A job's file, and overrides that have a small run read all in the folder ``read``."""
     job, place = tmp_path / "job.toml", tmp_path / "read"
     shutil.copytree(embedded_folder(), place / "model")
-    shutil.copytree(embedded("tiny_drafter"), place / "drafter")
+    shutil.copytree(package_asset_folder("tiny_drafter"), place / "drafter")
     (place / "data.jsonl").write_text("".join(f'{{"prompt": "gcd({2 * n},4)=", "answer": "2"}}\n' for n in range(20)))
     shutil.copy(ROOT / "jobs" / "tiny.toml", job)
     overrides = [f"run.folder={tmp_path / 'runs'}", f"model.path={place / 'model'}"]
@@ -125,13 +125,13 @@ def meet_as_nodes() -> dict[str, Any]:
     torch.distributed.all_reduce(total)
     leave_process_group()
     node = world.node_group
-    given = node.once(lambda: calls.append(rank) or rank)
+    given = node.run_first_and_broadcast(lambda: calls.append(rank) or rank)
 
     def fail() -> None:
         raise ValueError(f"rank {rank} lacks it")
 
     with pytest.raises(ValueError, match="lacks it") as caught:
-        node.once(fail)
+        node.run_first_and_broadcast(fail)
     place = [world.node, world.local_rank]
     return {
         "place": place, "total": total.item(), "store": served, "calls": calls, "given": given,
@@ -148,10 +148,13 @@ def tensors_of(node: world_module.NodeGroup) -> set[bool]:
         "none": torch.empty(0, 3),
     }
     own = tensors if node.rank == 0 else {}
-    assert read_all_once(node, lambda: None) is None
+    assert read_and_broadcast_all(node, lambda: None) is None
     equal = set[bool]()
     for piece.BLOCK_BYTES in (1, 30, 2**24):
-        for given in (dict(read_each_once(node, tensors, own.__getitem__)), read_all_once(node, lambda: own)):
+        for given in (
+            dict(read_and_broadcast_each(node, tensors, own.__getitem__)),
+            read_and_broadcast_all(node, lambda: own),
+        ):
             assert given is not None and list(given) == list(tensors)
             for name, each in tensors.items():
                 equal.add(given[name].dtype == each.dtype and torch.equal(given[name], each))

@@ -17,7 +17,7 @@ from test_resume import Silent
 from test_watch_verdict import record
 
 from tlt_hpc import train as run
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, write_record
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.mpi import owner
@@ -160,7 +160,7 @@ def lose_the_folder(folder: str) -> dict[str, Any]:
     job = run.build_job(config, World.connect())
     saving.resume(job, lambda step: None)
     run.take_step(job, 0, Silent())
-    own = BEAT.start
+    own = BEAT.start_name
     if job.world.rank == 0:
         claim_owner(job.folder.status, "later")
     job.world.barrier()

@@ -13,7 +13,7 @@ def test_the_pool_agrees_with_a_plain_count(operations):
     for name, number in operations:
         if name == "take" and number <= pool.num_free:
             taken = {page for some in held for page in some}
-            pages = pool.take(number)
+            pages = pool.take_pages(number)
             assert pages == [page for page in range(12) if page not in taken][:number], "the lowest that are free"
             held.append(pages)
         elif name == "share" and held:

@@ -13,8 +13,14 @@ import pytest
 from fake_world import ThreadWorld, on_threads
 
 from tlt_hpc.cluster import caches, placement
-from tlt_hpc.cluster.network import ChosenNetwork, parse_log, read_and_remove_nccl_log, start_log, warning_of
-from tlt_hpc.cluster.placement import Seat, kinds_of, may_bind, read_seat, share_cores, warnings_of
+from tlt_hpc.cluster.network import (
+    ChosenNetwork,
+    enable_nccl_log,
+    parse_log,
+    read_and_remove_nccl_log,
+    slow_network_warning,
+)
+from tlt_hpc.cluster.placement import Seat, group_equal_nodes, may_bind, read_seat, share_cores, warnings_of
 from tlt_hpc.cluster.topology import ROOT, System, format_cores, own_gpu, parse_cores
 from tlt_hpc.mpi import placing
 from tlt_hpc.rl.distributed import gather_and_print_network
@@ -100,7 +106,7 @@ def seats_on(monkeypatch):
             monkeypatch.setattr(os, "sched_getaffinity", lambda _, text=text: parse_cores(text))
             environment = {"CUDA_VISIBLE_DEVICES": str(rank), "OMP_NUM_THREADS": str(threads)}
             found.append(read_seat(node.system, environment, host, True))
-        shares = share_cores(found, node.system.numa_cores(), node.system.siblings)
+        shares = share_cores(found, node.system.numa_cores(), node.system.hardware_threads_of_core)
         return [replace(seat, best=best) for seat, best in zip(found, shares, strict=True)] if shares else found
 
     return read
@@ -117,7 +123,9 @@ def test_lists_of_cores_are_read_and_written():
 def test_a_rank_s_gpu_is_the_one_that_its_number_or_id_names(tmp_path):
     system = hgx(tmp_path).system
     gpus = system.gpus()
-    assert [card.name for card in system.cards()] == [f"mlx5_{place}" for place in range(8)], "one that is down is none"
+    assert [card.name for card in system.network_cards()] == [f"mlx5_{place}" for place in range(8)], (
+        "one that is down is none"
+    )
     for text, number in {"3": 3, "GPU-00000005-1a2b": 5, "GPU-00000006": 6}.items():
         assert own_gpu(gpus, {"CUDA_VISIBLE_DEVICES": text}).name == f"0000:{number + 1}b:00.0", text
     assert own_gpu(gpus, {"ROCR_VISIBLE_DEVICES": "2"}) == gpus[2] and own_gpu(gpus, {}) is None
@@ -135,7 +143,7 @@ def test_numbers_of_gpus_count_those_that_the_job_may_open(tmp_path):
 
 def test_cores_that_belong_to_their_gpus_give_a_table_and_no_warning(tmp_path, seats_on):
     cores = [f"{4 * rank}-{4 * rank + 3},{32 + 4 * rank}-{35 + 4 * rank}" for rank in range(8)]
-    (kind,) = kinds_of(seats_on(hgx(tmp_path), cores, threads=8))
+    (kind,) = group_equal_nodes(seats_on(hgx(tmp_path), cores, threads=8))
     assert warnings_of(kind) == []
     assert kind.table()[:3] + kind.table()[-1:] == [
         "ranks on n1:",
@@ -148,16 +156,16 @@ def test_cores_that_belong_to_their_gpus_give_a_table_and_no_warning(tmp_path, s
 
 def test_lumi_s_gpus_are_found_far_from_consecutive_cores_and_the_masks_help(tmp_path, seats_on):
     node = lumi(tmp_path)
-    (kind,) = kinds_of(seats_on(node, [f"{8 * rank + 1}-{8 * rank + 7}" for rank in range(8)]))
+    (kind,) = group_equal_nodes(seats_on(node, [f"{8 * rank + 1}-{8 * rank + 7}" for rank in range(8)]))
     (line,) = warnings_of(kind)
     assert line.startswith("ranks 0-1,4-7 on n1: no core is near the GPU; export TLT_CPU_BIND=mask_cpu:0x")
     masks = [int(mask, 16) for mask in line.partition("mask_cpu:")[2].split()[0].split(",")]
     remedy = [format_cores(core for core in range(64) if mask >> core & 1) for mask in masks]
     assert remedy == ["49-55", "57-63", "17-23", "25-31", "1-7", "9-15", "33-39", "41-47"]
-    (kind,) = kinds_of(seats_on(node, remedy))
+    (kind,) = group_equal_nodes(seats_on(node, remedy))
     assert warnings_of(kind) == []
     assert [row.split()[-2:] for row in kind.table()[2::2]] == [[str(n), f"hsn{i}"] for i, n in enumerate((3, 1, 0, 2))]
-    (kind,) = kinds_of(seats_on(node, ["0-3", "4-7"]))
+    (kind,) = group_equal_nodes(seats_on(node, ["0-3", "4-7"]))
     assert "no core is near the GPU; ask for whole nodes" in warnings_of(kind)[0]
 
 
@@ -178,7 +186,7 @@ def test_lumi_s_gpus_are_found_far_from_consecutive_cores_and_the_masks_help(tmp
 )
 def test_each_mistake_is_named(cores, threads, said, offloaded, tmp_path, seats_on):
     """``offloaded``: cores that the optimiser of an offloaded update leaves idle."""
-    (kind,) = kinds_of(seats_on(hgx(tmp_path), cores, threads))
+    (kind,) = group_equal_nodes(seats_on(hgx(tmp_path), cores, threads))
     found = warnings_of(kind)
     assert [line[: len(said)] for line in found] == [said] * bool(said)
     more = warnings_of(kind, offloads=True)
@@ -191,7 +199,7 @@ def test_where_little_is_known_little_is_said(tmp_path, seats_on):
     for node in (FakeNode(tmp_path / "laptop", {0: "0-7"}), FakeNode(tmp_path / "nothing", {})):
         seats = seats_on(node, ["0-7", "0-7"])
         assert not may_bind(seats, [seat.best for seat in seats]) and not seats[0].gpu
-        assert warnings_of(kinds_of(seats)[0]) == []
+        assert warnings_of(group_equal_nodes(seats)[0]) == []
     node = FakeNode(tmp_path / "one", {0: "0-7"})  # is near to GPUs that do not say where they are
     for minor in range(2):
         node.nvidia(minor, f"0000:0{minor}:00.0", -1, "pci0000:00")
@@ -201,14 +209,14 @@ def test_where_little_is_known_little_is_said(tmp_path, seats_on):
     node = FakeNode(tmp_path / "no files", {})
     for minor in (1, 2):
         node.nvidia(minor - 1, f"0000:0{minor}:00.0", 1, "pci0000:00")
-    (kind,) = kinds_of(seats_on(node, ["0-3", "4-7"]))
+    (kind,) = group_equal_nodes(seats_on(node, ["0-3", "4-7"]))
     assert warnings_of(kind) == [] and kind.table()[2] == "  0     0000:01:00.0  0-3    -     1      -"
 
 
 def test_nodes_that_are_alike_are_shown_once(tmp_path, seats_on):
     node, usual, far = lumi(tmp_path), ["48-55", "56-63"], ["0-7", "8-15"]
     seats = [seat for n in range(64) for seat in seats_on(node, far if n == 9 else usual, host=f"n{n}")]
-    kinds = kinds_of(seats)
+    kinds = group_equal_nodes(seats)
     assert [kind.name for kind in kinds] == ["n0 and 62 nodes alike", "n9"] and kinds[1].ranks == (18, 19)
     assert [len(warnings_of(kind)) for kind in kinds] == [0, 1] and "ranks 18-19 on n9" in warnings_of(kinds[1])[0]
 
@@ -236,7 +244,7 @@ class Ranks(ThreadWorld):
         self.hostname, self.local_rank, self.placement = "n1", rank, ()
         self.said: list[str] = []
 
-    def say(self, words: str) -> None:
+    def print_once(self, words: str) -> None:
         self.said += [words] * (self.rank == 0)
 
 
@@ -319,25 +327,27 @@ IB, SLOW = ChosenNetwork("IBext_v8"), ChosenNetwork("Socket", ("eth0",))
 
 
 def test_the_network_is_read_from_nccl_s_log():
-    assert {log: parse_log(log).words for log in NETWORKS} == NETWORKS
+    assert {log: parse_log(log).description for log in NETWORKS} == NETWORKS
 
 
 def test_a_slow_network_is_a_warning():
-    assert warning_of({"n1": IB}, ["mlx5_0"]) == warning_of({"n1": SLOW}, []) == ""
-    assert "by sockets, though there are hsn0, hsn1" in warning_of({"n1": SLOW}, ["hsn0", "hsn1"])
-    assert "Socket (eth0) on n2, where most nodes have IBext_v8" in warning_of({"n1": IB, "n2": SLOW, "n3": IB}, [])
+    assert slow_network_warning({"n1": IB}, ["mlx5_0"]) == slow_network_warning({"n1": SLOW}, []) == ""
+    assert "by sockets, though there are hsn0, hsn1" in slow_network_warning({"n1": SLOW}, ["hsn0", "hsn1"])
+    assert "Socket (eth0) on n2, where most nodes have IBext_v8" in slow_network_warning(
+        {"n1": IB, "n2": SLOW, "n3": IB}, []
+    )
 
 
 def test_nccl_s_log_is_the_run_s_own_and_goes_and_one_of_the_user_s_is_left_to_him(tmp_path):
     environment = {caches.FOLDER: str(tmp_path)}
-    path = start_log(environment)
+    path = enable_nccl_log(environment)
     assert path.parent == tmp_path and environment["NCCL_DEBUG_FILE"] == str(path)
     assert environment["NCCL_DEBUG"] == "INFO" and environment["NCCL_DEBUG_SUBSYS"] == "INIT,NET"
     path.write_text(IB_LOG)
     assert read_and_remove_nccl_log(path, environment).name == "IB"
     assert list(tmp_path.iterdir()) == [] and environment == {caches.FOLDER: str(tmp_path)}
     own = {"NCCL_DEBUG": "WARN"}
-    assert start_log(own) is None and own == {"NCCL_DEBUG": "WARN"}
+    assert enable_nccl_log(own) is None and own == {"NCCL_DEBUG": "WARN"}
 
 
 def test_rank_0_says_the_network_once(on_lumi, tmp_path, caplog):
@@ -373,5 +383,5 @@ def test_caches_that_take_memory_are_named(tmp_path):
         == ""
     )
     node.write("proc/mounts", f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/my\\040disk tmpfs rw 0 0")
-    found = node.system.mount(tmp_path / "my disk" / "x")
+    found = node.system.find_mount(tmp_path / "my disk" / "x")
     assert (found.point, found.kind) == (f"{tmp_path}/my disk", "tmpfs"), "as the kernel writes it"

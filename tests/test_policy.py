@@ -24,8 +24,8 @@ from tlt_hpc.config import Config, load_config, parse_config
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl import distributed
 from tlt_hpc.rl.distributed import (
-    engine_settings,
-    frozen_settings,
+    deepspeed_settings,
+    frozen_deepspeed_settings,
     join_process_group,
     learning_rate,
     leave_process_group,
@@ -385,7 +385,7 @@ def figures_of_tokens(world: World, sharing: int) -> list[list[float]]:
     distances = {"algorithm__name": "rloo", "algorithm__kl_coefficient": 0.5, "algorithm__kl_estimator": "k1"}
     config = make_config(optimizer__zero_stage=3, optimizer__sequence_parallel=sharing, **CORRECTED, **distances)
     policy = Policy(make_model(), config, world, reference=lambda: away(make_model()))
-    found = policy.reference_kl(rollouts).tolist()
+    found = policy.sum_reference_kl_over_ranks(rollouts).tolist()
     mismatch = list(vars(policy.update(rollouts, make_advantages()).mismatch).values())
     plain, other = Reference(config), Reference(config)
     away(other.model)
@@ -503,7 +503,7 @@ def compare_balance(world: World, every_change: list[dict[str, Any]]) -> None:
             policy = Policy(moe_model(), make_config(**once, **changes), world)
             captured = capture_gradients(policy)
             losses.append(policy.update(make_rollouts(), make_advantages()).router_aux_loss)
-            (plan,) = policy._plan(make_rollouts(), 1)
+            (plan,) = policy._plan_micro_batches(make_rollouts(), 1)
             policy.close()
             gradients += captured
         wanted, mean = balance_by_transformers(plan)
@@ -592,7 +592,7 @@ def change_settings(is_offloaded: bool, is_spread: bool = False) -> None:
 
     ``is_spread``: stage 3 divides all but the smallest parameters, as it does those of large models.
     """
-    settings = distributed.engine_settings
+    settings = distributed.deepspeed_settings
 
     def changed(config: Config, num_ranks: int, device: str) -> dict[str, Any]:
         found = settings(config, num_ranks, "cuda" if is_offloaded else device)
@@ -600,7 +600,7 @@ def change_settings(is_offloaded: bool, is_spread: bool = False) -> None:
             found["zero_optimization"]["stage3_param_persistence_threshold"] = 200
         return found
 
-    distributed.engine_settings = changed
+    distributed.deepspeed_settings = changed
 
 
 @on_a_rank
@@ -747,8 +747,8 @@ def test_what_is_offloaded_is_in_host_memory(device: str, parts: set[str]) -> No
     asked = ["zero_stage=3", "offload=parameters"]
     job = Path(__file__).parent.parent / "jobs" / "tiny.toml"
     config = load_config(job, [f"optimizer.{key}" for key in asked])
-    zero = engine_settings(config, 2, device)["zero_optimization"]
+    zero = deepspeed_settings(config, 2, device)["zero_optimization"]
     assert {name for name in zero if name.startswith("offload")} == parts
     assert all(zero[name]["device"] == "cpu" for name in parts)
-    frozen = frozen_settings(config, 2, device)["zero_optimization"]
+    frozen = frozen_deepspeed_settings(config, 2, device)["zero_optimization"]
     assert {name for name in frozen if name.startswith("offload")} == parts - {"offload_optimizer"}

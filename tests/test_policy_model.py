@@ -78,9 +78,9 @@ def test_logits_in_chunks_have_the_same_values_and_gradients(tied: bool, monkeyp
     whole, *_ = policy(**batch)
     wanted = gradients(policy.inner, whole.square().sum())
     monkeypatch.setattr(policy_model, "CHUNK_LOGITS", 50 * 16)
-    shapes, product = [], policy_model._product
+    shapes, product = [], policy_model._float32_product
     monkeypatch.setattr(
-        policy_model, "_product", lambda left, right: shapes.append(tuple(left.shape)) or product(left, right)
+        policy_model, "_float32_product", lambda left, right: shapes.append(tuple(left.shape)) or product(left, right)
     )
     chunked, *_ = policy(**batch)
     num_chunks = len(shapes)

@@ -13,10 +13,10 @@ from tiny import embedded_folder
 from tlt_hpc.config import load_config
 from tlt_hpc.models.folder import (
     empty_policy_model,
-    folder_weights,
     load_policy_all_ranks,
     load_policy_model,
     read_config,
+    read_folder_weights,
 )
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import join_process_group, leave_process_group
@@ -33,7 +33,7 @@ def start_from_rank_0(given: str) -> dict[str, Any]:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data.fill_(7)  # what the memory held
     policy = Policy(model, config, world)
-    stored = dict(folder_weights(Path(given)))
+    stored = dict(read_folder_weights(Path(given)))
     weights = {name: bool(torch.equal(weight, stored[name].float())) for name, weight in policy.gather_named_weights()}
     buffers = [float(buffer.double().sum()) for buffer in policy.engine.module.buffers()]
     policy.close()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import CPU, embedded_folder, gcd_requests, generate, make_engine, texts
 
-from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.folder import read_folder_weights
 from tlt_hpc.rollout.pool_memory import GpuMemory, PoolMemory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
@@ -27,7 +27,7 @@ def resident_bytes() -> int:
 
 def test_a_process_is_smaller_while_the_pool_is_given_back():
     memory, before = PoolMemory(CPU), resident_bytes()
-    x = memory.zeros(3, 25_000_000, dtype=torch.bfloat16)
+    x = memory.allocate_zeros(3, 25_000_000, dtype=torch.bfloat16)
     address = x.fill_(3.0).data_ptr()
     held = resident_bytes()
     assert held - before > 0.9 * x.nbytes
@@ -35,7 +35,7 @@ def test_a_process_is_smaller_while_the_pool_is_given_back():
     assert memory.is_released and held - resident_bytes() > 0.9 * x.nbytes
     memory.restore()
     assert not memory.is_released and x.data_ptr() == address and not x.any()
-    assert memory.zeros(0, 5, dtype=torch.float32).shape == (0, 5)
+    assert memory.allocate_zeros(0, 5, dtype=torch.float32).shape == (0, 5)
 
 
 @pytest.mark.parametrize("attention", ["pages", "paged-kernel"])
@@ -45,12 +45,12 @@ def test_texts_after_a_release_are_the_same(attention):
     first = texts(generate(engine, requests))
     engine.release_pages()
     assert engine._cache._memory.is_released
-    engine.load_policy(folder_weights(embedded_folder()), 1)
+    engine.load_policy(read_folder_weights(embedded_folder()), 1)
     assert not engine._cache._memory.is_released
     assert texts(generate(engine, requests)) == first
     for pool in engine._cache._pools:
         pool.fill_(torch.nan)
-    engine.load_policy(folder_weights(embedded_folder()), 2)
+    engine.load_policy(read_folder_weights(embedded_folder()), 2)
     assert not any(pool.any() for pool in engine._cache._pools), "what the weights before had left is gone"
     engine.submit(requests)
     with pytest.raises(AssertionError, match="live sequences"):

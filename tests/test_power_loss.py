@@ -30,7 +30,7 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import write_json
-from tlt_hpc.storage.rollout_log import write_kept, write_step
+from tlt_hpc.storage.rollout_log import write_kept_responses, write_step
 from tlt_hpc.storage.step_lines import add_line, read_lines
 
 WHY_NOT = unavailable()
@@ -196,7 +196,7 @@ def test_logs_of_ranks_that_are_no_more_do_not_come_back(tmp_path: Path) -> None
 
 def test_responses_that_a_stop_has_kept_are_there(tmp_path: Path) -> None:
     def act(run: RunFolder) -> None:
-        write_kept(run.kept_part(3, 0, 0), "origin", small_record(3, 0).rollouts, durable=True)
+        write_kept_responses(run.kept_responses_path(3, 0, 0), "origin", small_record(3, 0).rollouts, durable=True)
         write_json(run.finished, {})
 
     assert opened(tmp_path / "a", act, lambda run: ()) == []
@@ -236,7 +236,7 @@ def test_a_checkpoint_that_was_removed_does_not_come_back_damaged(tmp_path: Path
         write_json(run.finished, {})
 
     def look(run: RunFolder) -> Iterable[str]:
-        found = CheckpointStore(run.checkpoints, keep=2).list_steps_within(0, 9)  # warns of damaged ones
+        found = CheckpointStore(run.checkpoints, keep=2).open_checkpoints_within(0, 9)  # warns of damaged ones
         if run.finished.exists() and 3 in found:
             yield "it is back"
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from launch_ranks import run_on_ranks
 
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.mpi.library import MPI
-from tlt_hpc.mpi.progress import MAX_PAUSE_SECONDS, TESTS, YIELDS, ProgressThread, wait
+from tlt_hpc.mpi.progress import MAX_PAUSE_SECONDS, TESTS, YIELDS, ProgressThread, wait_for_request
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World
@@ -30,7 +30,7 @@ IDLE = Status(State.IDLE, sequences_left=0, tokens=0, drafter_steps=0)
 def connected() -> Iterator[tuple[World, Pulse]]:
     """A pulse of all ranks that looks at every poll."""
     world = World.connect()
-    pulse = Pulse(world.private_comm(), 0.0)
+    pulse = Pulse(world.duplicate_comm(), 0.0)
     yield world, pulse
     pulse.close()
 
@@ -42,15 +42,15 @@ def hold_up(folder: str) -> list[Any]:
         calls = {"none": nullcontext, "long": pulse.progressing, "takes part": partial(pulse.progressing, IDLE)}
         for epoch, (kind, call) in enumerate(calls.items()):
             seen = Path(folder) / kind
-            pulse.begin(epoch)
+            pulse.begin_rollout(epoch)
             roster, num_polls = pulse.poll(BUSY), 0
             if world.rank == 0:
                 end = time.monotonic() + 60
                 with call():
-                    while not (pulse.over if kind == "takes part" else seen.exists()) and time.monotonic() < end:
+                    while not (pulse.is_over if kind == "takes part" else seen.exists()) and time.monotonic() < end:
                         time.sleep(1e-3)
-                assert pulse.over if kind == "takes part" else seen.exists(), "the others came no further"
-            while not roster.over:
+                assert pulse.is_over if kind == "takes part" else seen.exists(), "the others came no further"
+            while not roster.is_over:
                 roster, num_polls = pulse.poll(IDLE), num_polls + 1
                 if world.rank == 1 and (num_polls == 20 if kind == "none" else roster.round == 1):
                     # round 1 may be complete for this rank without any further call of rank 0, round 2 never
@@ -76,7 +76,7 @@ def test_an_error_in_the_progress_thread_surfaces() -> None:
         progress._thread.join(60)
     assert isinstance(caught.value.__cause__, MPI.Exception)
     with pytest.raises(RuntimeError, match="progress thread has failed"):
-        progress.check()
+        progress.check_thread_error()
     progress.close()
     progress.close()
 
@@ -85,7 +85,7 @@ def test_a_rank_that_waits_for_a_request_sleeps_between_its_tests(monkeypatch: p
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     answers = iter([*[False] * (YIELDS + 9 * TESTS), True])
-    wait(SimpleNamespace(Test=lambda: next(answers)), "barrier")  # type: ignore[arg-type]
+    wait_for_request(SimpleNamespace(Test=lambda: next(answers)), "barrier")  # type: ignore[arg-type]
     doubled = [50e-6 * 2**number for number in range(7)]
     assert pauses[:YIELDS] == [0.0] * YIELDS and YIELDS * 2e-6 < 1e-3, "it yields its core for a moment only"
     assert pauses[YIELDS:] == pytest.approx([*doubled, MAX_PAUSE_SECONDS, MAX_PAUSE_SECONDS])
@@ -114,13 +114,13 @@ def test_a_busy_rank_looks_no_more_often_than_it_was_told(monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     comm = OneRank()
     pulse: Any = Pulse(comm, busy_seconds=10e-3)
-    pulse.begin(0)
+    pulse.begin_rollout(0)
     for now[0] in (0.001, 0.004, 0.008, 0.0111, 0.015):
         pulse.poll(BUSY)
     assert comm.num_posted == 2
     pulse.poll(IDLE)  # a change of its own state is reported at once
     assert comm.num_posted == 3
-    assert pulse.poll(IDLE).over
+    assert pulse.poll(IDLE).is_over
 
 
 def test_one_roster_a_poll_and_nothing_pending_after_the_last() -> None:
@@ -133,16 +133,16 @@ def test_one_roster_a_poll_and_nothing_pending_after_the_last() -> None:
 
     with pytest.raises(AssertionError, match="call begin first"):
         pulse.poll(BUSY)
-    pulse.begin(3)
+    pulse.begin_rollout(3)
     assert poll(BUSY) == (3, 0, Status(State.BUSY, 0, 0, 0))
     assert poll(IDLE) == (3, 1, BUSY)
     with pytest.raises(AssertionError, match="is pending"):
-        pulse.begin(4)
+        pulse.begin_rollout(4)
     voted = Status(State.TRAINING, 0, tokens=123, drafter_steps=4, stop=True)
-    assert poll(voted) == (3, 2, IDLE) and comm.num_posted == 2 and pulse.over
+    assert poll(voted) == (3, 2, IDLE) and comm.num_posted == 2 and pulse.is_over
     with pytest.raises(AssertionError, match="call begin first"):
         pulse.poll(IDLE)
-    pulse.begin(4)
+    pulse.begin_rollout(4)
     pulse.poll(voted)
     assert poll(IDLE) == (4, 1, voted) and comm.num_posted == 3
     assert pulse.num_rounds == 3

@@ -23,7 +23,7 @@ from tlt_hpc.cluster.watch.record import Record
 from tlt_hpc.common.files import read_bytes
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.extras.report.findings import read_findings
-from tlt_hpc.extras.report.verdict import cards, gain_of
+from tlt_hpc.extras.report.verdict import gain_of, key_figures
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder
 
@@ -95,7 +95,7 @@ def test_a_path_that_is_no_regular_file_is_left_out(run: RunFolder, damage: Call
     assert (status, errors) == (0, "") and UNFIT[damage][:12] in words and "left out" in words
     found = read_findings(run.path)
     assert f"{run.metrics}: {UNFIT[damage]}" in found.log.problems and f"{log}: {UNFIT[damage]}" in found.log.problems
-    assert [rank.rank for rank in found.log.ranks(1)] == [1]
+    assert [rank.rank for rank in found.log.read_rank_summaries(1)] == [1]
 
 
 @pytest.mark.parametrize("value", ("text", -1e308, float("nan"), 10**400, None))
@@ -106,7 +106,7 @@ def test_a_hostile_figure(run: RunFolder, value: object) -> None:
         status, shown, errors = answer("watch", run.path, "--once")
         assert status in (0, 1) and not errors, shown
         found = read_findings(run.path)
-        assert cards(found, gain_of(found)) and found.learning.verdict
+        assert key_figures(found, gain_of(found)) and found.learning.verdict
 
 
 @pytest.mark.parametrize("change", ({"still": "x"}, {"step": 1e300}, {"seconds": float("nan")}, {"rank": True}))

@@ -121,13 +121,13 @@ def make_job(folder: Path, prompts: list[list[int]]) -> Any:
         world=OneRank(),
         folder=RunFolder(folder),
         config=config,
-        prompts=SimpleNamespace(batch=lambda step: drawn),
+        prompts=SimpleNamespace(read_step_prompts=lambda step: drawn),
         assets=SimpleNamespace(excluded_token_ids=(0, 20, 21)),
     )
 
 
 def log_step(job: Any, step: int, weights: int, lacking: int = 0, response: Sequence[int] = (7,)) -> Path:
-    requests = StepDraws(job.config, job.prompts, step).requests()[lacking:]
+    requests = StepDraws(job.config, job.prompts, step).first_requests()[lacking:]
     rollouts = [make_rollout(r.key, r.prompt_tokens, response, weight_version=weights) for r in requests]
     record = step_record(step, rollouts, np.arange(len(rollouts)))
     job.folder.make_missing_folders()
@@ -170,12 +170,12 @@ def test_logs_that_a_client_of_nfs_does_not_list_yet_are_awaited(
         rollouts, rewards, advantages = whole.rollouts[mine], whole.rewards[mine], whole.advantages[mine]
         own = {"rollouts": rollouts, "rewards": rewards, "advantages": advantages}
         write_step(path, replace(whole, rank=rank, num_ranks=2, **own))
-    looks, true_names = [[], [first.name], [first.name]], storage_folder._names
+    looks, true_names = [[], [first.name], [first.name]], storage_folder._list_names
 
     def names(folder: Path) -> list[str]:
         return looks.pop(0) if folder == first.parent and looks else true_names(folder)
 
-    monkeypatch.setattr(storage_folder, "_names", names)
+    monkeypatch.setattr(storage_folder, "_list_names", names)
     monkeypatch.setattr(storage_folder.time, "sleep", lambda seconds: None)
     logged = gather_logged_step(job, 2)
     assert logged is not None and len(logged[0]) == 4 and not looks and not caplog.records

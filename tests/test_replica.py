@@ -13,10 +13,10 @@ from test_resume import Silent
 from test_run import SMALL, records, tokens_of
 
 from tlt_hpc.config import ConfigError, load_config
-from tlt_hpc.mpi.replica import Replica, check_nodes
+from tlt_hpc.mpi.replica import Replica, check_replicas_per_node
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import join_process_group, leave_process_group, make_replica_all_reduce
-from tlt_hpc.train import run
+from tlt_hpc.train import run_training
 
 TWO = "rollout.tensor_parallel=2"
 SHORT = ["rollout.max_new_tokens=120"]
@@ -26,10 +26,10 @@ SHORT = ["rollout.max_new_tokens=120"]
 
 
 def test_a_replica_over_two_nodes_is_refused() -> None:
-    check_nodes(["a", "a", "b", "b"], 2)
-    check_nodes(["a", "b", "a"], 1)
+    check_replicas_per_node(["a", "a", "b", "b"], 2)
+    check_replicas_per_node(["a", "b", "a"], 1)
     with pytest.raises(ConfigError) as caught:
-        check_nodes(["a", "a", "a", "b", "b", "b"], 2)
+        check_replicas_per_node(["a", "a", "a", "b", "b", "b"], 2)
     assert str(caught.value) == (
         "rollout.tensor_parallel = 2: ranks 2 to 3 decode together and are on a, b; start a multiple of 2 ranks on "
         "each node, one node after another (srun --distribution=block)"
@@ -42,11 +42,11 @@ def test_a_replica_over_two_nodes_is_refused() -> None:
 def deal_and_agree() -> dict[str, Any]:
     world = World.connect()
     replica = Replica(world, 2)
-    agreed = [replica.agree(10 * world.rank + number) for number in range(3)]
-    units = [unit for unit in range(8) if replica.takes(unit) and replica.keeps(unit)]
+    agreed = [replica.broadcast_from_first_rank(10 * world.rank + number) for number in range(3)]
+    units = [unit for unit in range(8) if replica.generates_unit(unit) and replica.trains_on_unit(unit)]
     replica.mark = lambda: 5 + (world.rank == 3)
     try:
-        replica.agree(0)
+        replica.broadcast_from_first_rank(0)
         apart = ""
     except RuntimeError as error:
         apart = str(error)
@@ -73,7 +73,7 @@ def run_in_turn(folder: str, runs: list[list[str]]) -> list[str]:
     world, digests = World.connect(), []
     for changes in runs:
         config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={folder}", *SMALL, *SHORT, *changes])
-        digests.append(run(config, world, Silent()).policy_sha256)
+        digests.append(run_training(config, world, Silent()).policy_sha256)
     leave_process_group()
     return digests
 

@@ -110,7 +110,7 @@ def save_and_come_back(folder: str) -> dict[str, Any]:
     for step in range(2):
         run.take_step(job, step, Silent())
         saving.begin_drafter_save_if_due(job, step + 1)
-        saving.finish_saves(job)
+        saving.wait_for_all_saves(job)
     wanted, alone, logs = state_of(job), job.folder.drafter_checkpoints, job.folder.rollout_logs(0)
     sizes = [reserved, job.drafting.checkpoints._copy.num_bytes]
     whole = job.folder.checkpoints

@@ -28,10 +28,10 @@ def test_a_row_is_taken_once_and_the_file_no_longer_than_the_most_held(steps):
     space, held, most = RowSpace(200), [], 0
     for takes, count in steps:
         if takes and count <= space.num_free:
-            held.append(space.take(count))
+            held.append(space.allocate_rows(count))
             assert len(held[-1]) == count and (np.diff(held[-1]) > 0).all()
         elif held:
-            space.give_back(held.pop(count % len(held)))
+            space.free_rows(held.pop(count % len(held)))
         used = [row for rows in held for row in rows.tolist()]
         assert len(used) == len(set(used)) == 200 - space.num_free
         most = max(most, len(used))

@@ -16,10 +16,10 @@ from tlt_hpc.common.records import Prompt, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, RewardSection, load_config
 from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
-from tlt_hpc.rewards.judge import check_answer, judge, kind_for
-from tlt_hpc.rewards.scorer import Judge, Scorer, Unjudged, joined, process_judge, without_form
-from tlt_hpc.rewards.text import tags
-from tlt_hpc.run.session import text_of
+from tlt_hpc.rewards.judge import find_prompt_problem, judge, kind_for
+from tlt_hpc.rewards.scorer import Judge, Scorer, Unjudged, join_unjudged, open_process_judge, without_reward_parts
+from tlt_hpc.rewards.text import format_tags_reward
+from tlt_hpc.run.session import decode_response_text
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 BOXED = RewardSection()
@@ -59,7 +59,7 @@ def test_a_response_that_fails_has_the_other_parts_of_a_wrong_answer(
     kind: str, truth: str, failure: Failure, wanted: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it could have more than one that is wrong, where a part is negative; it is still said to have failed."""
-    monkeypatch.setattr("tlt_hpc.rewards.judge._judge", lambda *_: Verdict(0.0, failure))
+    monkeypatch.setattr("tlt_hpc.rewards.judge._judge_answer_alone", lambda *_: Verdict(0.0, failure))
     settings = RewardSection(default="code", format_tags=("think",), weights={"format": -0.25})
     found = judge(Answer(kind, "a", "<think></think>", truth), settings)
     assert (found.reward, found.failure) == (wanted, failure)
@@ -67,7 +67,10 @@ def test_a_response_that_fails_has_the_other_parts_of_a_wrong_answer(
 
 def test_an_evaluation_measures_the_answer_alone() -> None:
     section = RewardSection(format_tags=("think",), weights={"answer": 0.5, "format": 1, "a.py:f": 1})
-    assert without_form(section).functions == () and reward("boxed", "\\boxed{3}", "3", without_form(section)) == 1.0
+    assert (
+        without_reward_parts(section).functions == ()
+        and reward("boxed", "\\boxed{3}", "3", without_reward_parts(section)) == 1.0
+    )
 
 
 def test_a_form_may_begin_in_the_prompt() -> None:
@@ -75,7 +78,7 @@ def test_a_form_may_begin_in_the_prompt() -> None:
     response = "a</think><answer>b</answer>"
     bench = Judge(RewardSection(default="format", format_tags=("think", "answer")), None)
     for prompt, wanted in (("<user>1<assistant><think>\n", 1.0), ("<think> is how to begin", 0.0)):
-        answer = bench.answer(Prompt(np.zeros(1, np.int32), prompt, "", "a"), response)
+        answer = bench.make_answer(Prompt(np.zeros(1, np.int32), prompt, "", "a"), response)
         assert judge(answer, bench.settings).reward == wanted and answer.text == response, prompt
 
 
@@ -122,7 +125,7 @@ def test_rewards_scored_ahead_are_those_scored_after() -> None:
         asked.append(rollout.key.draw)
         return f"\\boxed{{{rollout.key.draw % 3}}}"
 
-    bench = process_judge(RewardSection())
+    bench = open_process_judge(RewardSection())
     after = Scorer(bench, lambda _: prompts()[0], text_of).judge_and_wait_for_rewards(rollouts(9))
     assert after.dtype == np.float32 and after.tolist() == [0, 1, 0, 0, 1, 0, 0, 1, 0]
     asked.clear()
@@ -157,10 +160,10 @@ class SlowServer:
     def send_and_receive(self) -> None:
         pass
 
-    def forget(self) -> None:
+    def drop_all_answers(self) -> None:
         self.num_forgotten += 1
 
-    def wait(self, numbers: Sequence[int]) -> dict[int, Verdict]:
+    def wait_for_verdicts(self, numbers: Sequence[int]) -> dict[int, Verdict]:
         assert self.may_wait
         return {number: self.verdicts.get(number, Verdict(float(number))) for number in numbers}
 
@@ -216,7 +219,7 @@ def test_a_program_that_fails_is_judged_and_all_else_that_fails_is_not(failure: 
     by_source = {kind: kind for kind in ("a.py:f", "math", "code")}
     scorer = Scorer(Judge(RewardSection(by_source=by_source), server), lambda r: own[r.key.draw], lambda _: "")  # type: ignore[arg-type]
     assert scorer.judge_and_wait_for_rewards(rollouts(3)).tolist() == [0.0] * 3
-    found = joined([scorer.unjudged(rollouts(3)), Unjudged(2, ((Failure.ERROR, "boom"),))])
+    found = join_unjudged([scorer.find_unjudged(rollouts(3)), Unjudged(2, ((Failure.ERROR, "boom"),))])
     of_a_program = failure in ("cpu", "memory", "asleep", "output", "crash")
     assert (found.total, found.num_responses) == (3 if of_a_program else 4, 5)
     assert f"(for example: {failure}); " in found.explain()
@@ -240,7 +243,7 @@ def test_a_response_that_was_cut_off_gives_no_answer_outside_a_box(kind: str, te
 
 def problem(kind: str, truth: str, **settings: object) -> str:
     section = RewardSection.model_validate({"by_source": {"a": kind}, **settings})
-    return check_answer(section, Prompt(np.zeros(1, np.int32), "", truth, "a"))
+    return find_prompt_problem(section, Prompt(np.zeros(1, np.int32), "", truth, "a"))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +270,7 @@ TEXT = "<think>a é</think>\n<answer>42</answer>"
 
 
 def read(tokenizer: Tokenizer, text: str) -> str:
-    return text_of(tokenizer, np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32))
+    return decode_response_text(tokenizer, np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32))
 
 
 @pytest.mark.parametrize("is_special", [False, True])
@@ -275,7 +278,7 @@ def test_tags_stay_and_control_tokens_do_not(is_special: bool) -> None:
     tokenizer = byte_tokenizer([TEXT], 300, ["<|im_end|>", "<s>", "</s>", "<end_of_turn>", "<eos>"])
     tokenizer.add_tokens([AddedToken(tag, special=is_special) for tag in TAGS])
     found = read(tokenizer, f"<s>{TEXT}<end_of_turn><|im_end|></s><eos>")
-    assert found == TEXT and tags(found, ["think", "answer"]) == 1.0
+    assert found == TEXT and format_tags_reward(found, ["think", "answer"]) == 1.0
 
 
 def test_spaces_are_those_of_the_whole_text() -> None:
@@ -283,17 +286,17 @@ def test_spaces_are_those_of_the_whole_text() -> None:
     tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "?": 2}, unk_token="?"))
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.add_special_tokens([AddedToken(name) for name in ("<think>", "</think>", "</s>")])
-    assert text_of(tokenizer, np.array([0, 3, 1, 4, 1, 5])) == "a<think> b</think> b"
+    assert decode_response_text(tokenizer, np.array([0, 3, 1, 4, 1, 5])) == "a<think> b</think> b"
 
 
 def test_tokens_that_the_tokenizer_lacks_are_left_out() -> None:
     """Models may have more rows than their tokenizer has tokens."""
     tokenizer = byte_tokenizer([TEXT], 300, ["<|im_end|>"])
-    assert text_of(tokenizer, np.array([60000, *tokenizer.encode("a").ids, 2**31 - 1], np.int32)) == "a"
-    assert text_of(tokenizer, np.array([], np.int32)) == ""
+    assert decode_response_text(tokenizer, np.array([60000, *tokenizer.encode("a").ids, 2**31 - 1], np.int32)) == "a"
+    assert decode_response_text(tokenizer, np.array([], np.int32)) == ""
 
 
 def test_real_tokenizers_text_is_what_it_was() -> None:
     tokenizer = Tokenizer.from_file(str(smollm2_folder() / "tokenizer.json"))
     ids = tokenizer.encode("<|im_start|>assistant\nGrößer 数学 🙂 <think>\\boxed{1}</think><|im_end|>\n<file_sep>").ids
-    assert text_of(tokenizer, np.array(ids)) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert decode_response_text(tokenizer, np.array(ids)) == tokenizer.decode(ids, skip_special_tokens=True)

@@ -111,7 +111,7 @@ def test_the_server_starts_before_mpi_does(command: str, monkeypatch: pytest.Mon
 
     calls: list[str] = []
     monkeypatch.setattr("tlt_hpc.mpi.world.World.connect", connect)
-    monkeypatch.setattr("tlt_hpc.rewards.scorer.process_judge", lambda section: calls.append(section.default))
+    monkeypatch.setattr("tlt_hpc.rewards.scorer.open_process_judge", lambda section: calls.append(section.default))
     with pytest.raises(ConnectedError):
         config = load_config(ROOT / "jobs" / "tiny.toml", ["reward.default=math"])
         cli.run_on_all_ranks(config, argparse.Namespace(command=command), StopFlag())

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.config import RewardSection, UserError
-from tlt_hpc.rewards.answer import Answer, Failure, FrameBuffer, Verdict, pack
+from tlt_hpc.rewards.answer import Answer, Failure, FrameBuffer, Verdict, encode_frame
 from tlt_hpc.rewards.client import RewardClient, server_environment
 from tlt_hpc.rewards.functions import load_functions
 
@@ -85,7 +85,7 @@ def ask(client: RewardClient, *texts: str, kind: str = "", truth: str = "truth")
         client.submit(Answer(kind or client._settings.default, "own", text, truth, '{"extra_info": {"a": 1}}'))
         for text in texts
     ]
-    verdicts = client.wait(numbers)
+    verdicts = client.wait_for_verdicts(numbers)
     return [verdicts[number] for number in numbers]
 
 
@@ -217,7 +217,7 @@ def fail(answer, *_):
         case "spin":
             while True: pass
 
-judge._compare = fail
+judge._compare_with_truth = fail
 def penalty(**given): return 1
 """
 
@@ -244,7 +244,7 @@ def test_a_server_that_dies_is_started_again_and_loses_nothing(own: str) -> None
     client = make_client(default=own)
     numbers = [client.submit(Answer(own, "own", "x" * length, "")) for length in range(300)]
     os.kill(client._process.pid, signal.SIGKILL)
-    verdicts = client.wait(numbers)
+    verdicts = client.wait_for_verdicts(numbers)
     assert [verdicts[number].reward for number in numbers] == list(range(300))
     assert client.num_restarts == 1
     given = ask(client, "a", "server", "abc")
@@ -317,8 +317,8 @@ def test_the_server_and_its_workers_end_with_the_rank(own: str) -> None:
         "import sys, time\n"
         "from tlt_hpc.config import RewardSection\n"
         "from tlt_hpc.rewards.answer import Answer\n"
-        "from tlt_hpc.rewards.scorer import process_judge\n"
-        f"client = process_judge(RewardSection(default={own!r})).client\n"
+        "from tlt_hpc.rewards.scorer import open_process_judge\n"
+        f"client = open_process_judge(RewardSection(default={own!r})).client\n"
         "client.wait_until_ready()\n"
         f"client.submit(Answer({own!r}, 'own', 'sleep', ''))\n"
         "print(client._process.pid, flush=True)\n"
@@ -339,7 +339,7 @@ def test_what_is_forgotten_is_ended_and_its_verdicts_never_come(client: RewardCl
     for _ in range(3):
         client.submit(Answer(own, "own", "sleep", ""))
     wait_until(lambda: len(group_members(client._process.pid)) == 2)
-    client.forget()
+    client.drop_all_answers()
     assert ask(client, "four") == [Verdict(4.0)], "no worker is held up"
     assert client.num_judged == 0
 
@@ -350,7 +350,7 @@ def test_handing_over_never_waits(client: RewardClient, own: str) -> None:
     numbers = [client.submit(Answer(own, "own", "x" * 100_000, "")) for _ in range(100)]
     client.send_and_receive()  # a call that waits does so for ever: only this thread lets the server continue
     os.kill(client._process.pid, signal.SIGCONT)
-    assert {verdict.reward for verdict in client.wait(numbers).values()} == {100_000.0}
+    assert {verdict.reward for verdict in client.wait_for_verdicts(numbers).values()} == {100_000.0}
 
 
 @pytest.mark.parametrize(
@@ -429,6 +429,6 @@ def test_mathematics_and_programs_are_judged_in_the_server() -> None:
 
 def test_frames_come_out_whole_however_they_come_in() -> None:
     trees = [{"a": [1, "\ud800\u00e9"]}, [], "x" * 1000]
-    data, buffer = b"".join(map(pack, trees)), FrameBuffer()
+    data, buffer = b"".join(map(encode_frame, trees)), FrameBuffer()
     assert [tree for byte in data for tree in buffer.feed(bytes([byte]))] == trees
     assert list(FrameBuffer().feed(data)) == trees

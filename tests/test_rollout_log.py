@@ -19,7 +19,7 @@ from tlt_hpc.common.records import (
     RolloutTiming,
     SampleKey,
 )
-from tlt_hpc.storage.folder import part_of
+from tlt_hpc.storage.folder import part_path
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, read_summary, write_step
 
@@ -112,7 +112,7 @@ def test_round_trip(tmp_path, seed, num_rollouts, strategy_names, **changes):
     path = tmp_path / "a.h5"
     write_step(path, record)
     assert same(read_step(path), record)
-    assert not part_of(path).exists()
+    assert not part_path(path).exists()
 
 
 def test_a_summary_has_what_the_record_has(tmp_path):

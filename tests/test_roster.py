@@ -15,7 +15,7 @@ STATUSES = st.builds(Status, st.sampled_from(State), COUNTS, COUNTS, COUNTS, st.
 def test_before_the_first_round_all_are_busy() -> None:
     first = Roster.before_first_round(epoch=4, num_ranks=3)
     assert (first.epoch, first.round, first.num_busy) == (4, 0, 3)
-    assert not first.over and not first.stopping
+    assert not first.is_over and not first.has_stop_vote
     assert first.others_still_generate(rank=0), "this rank has finished, though no roster shows it yet"
 
 
@@ -25,8 +25,8 @@ def test_decisions_follow_from_the_statuses(statuses: list[Status]) -> None:
     assert seen.statuses == statuses
     busy = [s for s in statuses if s.state == State.BUSY]
     assert seen.num_busy == len(busy)
-    assert seen.stopping == any(s.stop for s in statuses)
-    assert seen.over == (not busy or seen.stopping)
+    assert seen.has_stop_vote == any(s.stop for s in statuses)
+    assert seen.is_over == (not busy or seen.has_stop_vote)
     for rank, status in enumerate(statuses):
         others = len(busy) - (status.state == State.BUSY)
-        assert seen.others_still_generate(rank) == (others > 0 and not seen.stopping)
+        assert seen.others_still_generate(rank) == (others > 0 and not seen.has_stop_vote)

@@ -10,10 +10,10 @@ from tlt_hpc.kernels.gumbel import gumbel_argmax
 from tlt_hpc.rollout.noise import noise_key
 from tlt_hpc.rollout.sampling import (
     SamplingRule,
-    choose,
+    choose_tokens,
     choose_tokens_by_rule,
-    kept_tokens,
-    lowest_kept,
+    kept_token_masks,
+    lowest_kept_scores,
     token_log_probs,
 )
 
@@ -32,14 +32,16 @@ def test_choices_follow_the_definition_at_every_temperature(temperature, truncat
     keys = [SampleKey(3, 0, 0, 0, row) for row in range(300)]
     noise = torch.tensor(np.array([noise_of(key, 9, V) for key in keys]), dtype=torch.float32)
     wanted = [choice_of(*row, rule) for row in zip(logits, noise, strict=True)]
-    assert choose(logits, noise if temperature else noise * torch.nan, rule, 0.0).token.tolist() == wanted
+    assert choose_tokens(logits, noise if temperature else noise * torch.nan, rule, 0.0).token.tolist() == wanted
     temperatures, fields = torch.full((300,), temperature), (rule.top_k, rule.top_p)
     scaled = logits / (temperature or 1.0)
-    allowed = logits.masked_fill(scaled < lowest_kept(scaled, *(torch.tensor([x] * 300) for x in fields)), -torch.inf)
+    allowed = logits.masked_fill(
+        scaled < lowest_kept_scores(scaled, *(torch.tensor([x] * 300) for x in fields)), -torch.inf
+    )
     words, positions = torch.tensor([noise_key(key) for key in keys]), torch.full((300,), 9)
     found = gumbel_argmax(allowed, temperatures, words, positions, V)
     assert found.token.tolist() == wanted
-    masks = (*kept_tokens(scaled, rule, 0.0), allowed.isfinite())
+    masks = (*kept_token_masks(scaled, rule, 0.0), allowed.isfinite())
     for row in range(0, 300, 7):
         kept = set(law_of(logits[row], rule).nonzero()[0].tolist()) if temperature else {wanted[row]}
         found_kept = [set(mask[row].nonzero().flatten().tolist()) for mask in masks]
@@ -61,12 +63,12 @@ def test_outside_doubt_no_small_error_changes_the_choice(truncation):
     logits = (torch.randn(4000, V, generator=generator) * 1.5).round(decimals=1)  # rounding makes ties
     noise = -torch.log(-torch.log(torch.rand(4000, V, generator=generator)))
     tolerance = 0.04
-    choice = choose(logits, noise, rule, tolerance)
+    choice = choose_tokens(logits, noise, rule, tolerance)
     error = tolerance / 2 * rule.temperature
     changed = torch.zeros(4000, dtype=torch.bool)
     for _ in range(20):
         shaken = logits + (torch.rand(4000, V, generator=generator) * 2 - 1) * error
-        changed |= choose(shaken, noise, rule, 0.0).token != choice.token
+        changed |= choose_tokens(shaken, noise, rule, 0.0).token != choice.token
     assert not (changed & ~choice.doubtful).any()
     assert changed.any(), "the shaking was too weak to test anything"
     assert choice.doubtful.float().mean() < 0.35
@@ -92,7 +94,7 @@ def test_padding_rows_of_the_vocabulary_are_never_chosen():
     logits[:, 8:] = 50.0
     noise = torch.randn(300, 8, generator=torch.Generator().manual_seed(4))
     for rule in (SamplingRule(1.0, 8), SamplingRule(0.0, 8), SamplingRule(1.0, 8, top_p=0.9)):
-        assert int(choose(logits, noise, rule, 1e-3).token.max()) < 8
+        assert int(choose_tokens(logits, noise, rule, 1e-3).token.max()) < 8
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -101,8 +103,8 @@ def test_rules_in_tensors_keep_the_same_tokens(seed):
     scaled = torch.randn(6, 40, generator=generator).mul_(3).round_(decimals=1)  # with equals
     truncations = (0, 1.0), (5, 1.0), (0, 0.7), (9, 0.9), (99, 0.3), (2, 1.0)
     rules = [SamplingRule(1.0, 40, top_k, top_p) for top_k, top_p in truncations]
-    kept = scaled >= lowest_kept(scaled, *map(torch.tensor, zip(*truncations, strict=True)))
+    kept = scaled >= lowest_kept_scores(scaled, *map(torch.tensor, zip(*truncations, strict=True)))
     for row, rule in enumerate(rules):
-        surely, perhaps = kept_tokens(scaled[row], rule, 0.0)
+        surely, perhaps = kept_token_masks(scaled[row], rule, 0.0)
         assert torch.equal(kept[row], perhaps), f"{rule}"
         assert not bool((surely & ~kept[row]).any())

@@ -14,7 +14,7 @@ from fake_world import OneRank
 from tlt_hpc.checkpoint.save import Save
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cluster.stopping import Stop, StopFlag
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.run import saving
@@ -44,7 +44,7 @@ def disk(monkeypatch) -> Iterator[threading.Event]:
 
 def job_in(folder) -> Any:
     shard = {"weight": torch.arange(4.0)}
-    claim_owner(folder, BEAT.start)
+    claim_owner(folder, BEAT.start_name)
     policy = SimpleNamespace(state_shard=lambda: shard, optimizer_step_count=1)
     return SimpleNamespace(
         world=AloneWorld(), folder=SimpleNamespace(status=folder),

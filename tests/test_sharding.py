@@ -16,7 +16,7 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.drafter import AS_TARGET, Drafter, DraftLayer
 from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter, read_drafter
-from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.folder import read_folder_weights
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.models.sharding import Sharding
 from tlt_hpc.plan.inputs import check_shape
@@ -53,7 +53,7 @@ def logits_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
 
 def decoder_of(sharding: Sharding, shape: ModelShape, weights: dict[str, torch.Tensor]) -> Decoder:
     decoder = Decoder(shape, torch.float32, CPU, sharding)
-    decoder.load(weights.items(), 0)
+    decoder.load_weights(weights.items(), 0)
     return decoder
 
 
@@ -77,7 +77,7 @@ def test_logits_are_one_ranks_to_a_hair_and_the_same_bits_on_all(plain: list[Rol
     tokens = torch.randint(0, shape.vocab_size, (48,), generator=torch.Generator().manual_seed(1))
     weights = random_weights(shape)
     if name == "embedded":  # on random tokens its activations, and the error, are ten times as large
-        weights = dict(folder_weights(embedded_folder()))
+        weights = dict(read_folder_weights(embedded_folder()))
         tokens = torch.tensor([*plain[0].prompt_tokens.tolist(), *plain[0].response_tokens.tolist()])
     whole = decoder_of(Sharding(), shape, weights)
 
@@ -96,8 +96,8 @@ def test_logits_are_one_ranks_to_a_hair_and_the_same_bits_on_all(plain: list[Rol
 def test_a_folder_gives_a_rank_the_part_that_whole_weights_would() -> None:
     for index in range(2):
         by_part, by_whole = (Decoder(SHAPE, torch.float32, CPU, Sharding(index, 2)) for _ in range(2))
-        by_part.load(folder_weights(embedded_folder(), by_part.weight_cuts()), 0, are_cut=True)
-        by_whole.load(folder_weights(embedded_folder()), 0)
+        by_part.load_weights(read_folder_weights(embedded_folder(), by_part.weight_cuts()), 0, are_cut=True)
+        by_whole.load_weights(read_folder_weights(embedded_folder()), 0)
         for mine, other in zip(by_part.layers, by_whole.layers, strict=True):
             for part, same in zip(mine.parts(), other.parts(), strict=True):
                 assert all(map(torch.equal, part.tensors, same.tensors))
@@ -174,12 +174,12 @@ def test_a_drafter_that_is_split_drafts_what_it_did_whole(
     whole = make_drafter(SHAPE, 3, torch.float32, CPU, token_ids, own)
     state = whole.state_dict()
     whole.load_state_dict(state | ({"fc_bias": torch.ones(128)} if "fc_bias" in state else {}))
-    whole.pack()
+    whole.pack_weights()
 
     def work(world: ThreadWorld) -> torch.Tensor:
         drafter = make_drafter(SHAPE, 0, torch.float32, CPU, token_ids, own)
         drafter.set_sharding(sharding_of(world))
-        drafter.pack()
+        drafter.pack_weights()
         drafter.load_state_dict(whole.state_dict())
         return draft_of(drafter)
 

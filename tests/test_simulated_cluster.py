@@ -80,7 +80,7 @@ def ends_of_some() -> list[tuple[int, float]]:
 
 CHANGED = {
     "a rank leaves by its own request": (
-        Session, "generate", ".over:", ".over and not self.world.stop_requested:", 0, "leaves with 0",
+        Session, "generate", ".is_over:", ".is_over and not self.world.stop_requested:", 0, "leaves with 0",
     ),
     "a step takes the rank's own request for the roster's": (
         train, "take_step", "if tail.stopped:", "if job.world.stop_requested:", 502, "not enough values to unpack",
@@ -92,10 +92,10 @@ CHANGED = {
         ProgressThread, "running", "with self._lock:", "if True:", 1988, "progress thread has failed",
     ),
     "a roster is read from the buffer of the next round": (
-        Pulse, "_exchange", "self._received.copy()", "self._received", 3, "ScheduleError: (0, 1): b",
+        Pulse, "_take_and_post_round", "self._received.copy()", "self._received", 3, "ScheduleError: (0, 1): b",
     ),
     "a rank of a replica leaves by its own roster": (
-        ReplicaPulse, "poll", "is_leaving = bool(self._replica.heard)", "is_leaving = roster.over", 262, "no end after",
+        ReplicaPulse, "poll", "is_leaving = bool(self._replica.heard)", "is_leaving = roster.is_over", 262, "no end after",
     ),
     "a job is queued again after SIGTERM, and not at its time limit": (
         rank_commands, "requeue_stopped_job", "if stop is Stop.TIME and", "if stop is Stop.KILL and", 61,
@@ -105,10 +105,10 @@ CHANGED = {
         StopFlag, "request", "self._asked.append", "self._asked or self._asked.append", 261, "vote",
     ),
     "a checkpoint is made before all shards are there": (
-        Save, "_await_lists", "while not", "while False and not", 66, "ends with statuses",
+        Save, "_wait_for_file_lists", "while not", "while False and not", 66, "ends with statuses",
     ),
     "a line is written without the logs of the other ranks": (
-        train, "log_step", ".run_on_all_ranks(", ".once(", 61, "begins with step",
+        train, "write_step_logs", ".run_on_all_ranks(", ".run_first_and_broadcast(", 61, "begins with step",
     ),
     "a clock that jumps counts": (
         owner, "_is_alive", "time.monotonic()", "time.time()", 3255, "in which its owner is at work",

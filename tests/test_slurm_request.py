@@ -18,18 +18,18 @@ def test_a_script_is_read_as_sbatch_reads_it(tmp_path: Path) -> None:
 
     def read(given: dict[str, str], variables: dict[str, str], *names: str) -> tuple[SlurmRequest, list[str]]:
         found = SlurmRequest.of_script(script, given, variables)
-        return found, [found.asked(name) for name in names]
+        return found, [found.option_value(name) for name in names]
 
     found, asked = read({}, {}, "partition", "account", "time", "signal")
-    assert (found.nodes, found.ranks_per_node, found.memory_mb, found.requeue) == (2, 1, 16384, True)
+    assert (found.nodes, found.ranks_per_node, found.memory_mb, found.wants_requeue) == (2, 1, 16384, True)
     assert asked == ["main", "science", "10:00:00", "USR2@120"]
     given = {"nodes": "3", "account": "given"}
     found, asked = read(given, {"SBATCH_PARTITION": "other", "SBATCH_ACCOUNT": "mine"}, "partition", "account")
     assert (found.nodes, asked) == (3, ["other", "given"])
-    assert (found.source("partition"), found.source("account")) == ("SBATCH_PARTITION", "the script")
+    assert (found.option_source("partition"), found.option_source("account")) == ("SBATCH_PARTITION", "the script")
     variables = {"SBATCH_TIMELIMIT": "5:00", "SBATCH_GRES": "gpu:2", "SBATCH_NO_REQUEUE": "1"}
     found, asked = read(given, variables, "time")
-    assert (asked, found.gpus_per_node, found.requeue) == (["5:00"], 2, False)
+    assert (asked, found.gpus_per_node, found.wants_requeue) == (["5:00"], 2, False)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_lines_count_up_to_the_first_command(lines: str, read: dict[str, str] | 
     ],
 )
 def test_gpus_memory_and_ranks_of_a_node_are_read(asked: str, read: tuple[object, ...]) -> None:
-    found = SlurmRequest(parse_sbatch_options(shlex.split(asked))).check()
+    found = SlurmRequest(parse_sbatch_options(shlex.split(asked))).check_options()
     assert (found.gpus_per_node, found.ranks_per_node, found.memory_mb) == read
 
 
@@ -82,12 +82,17 @@ MEASURE = r"the script asks for --(ntasks|gpus|mem|tres).*; write --(ntasks-per|
 )
 def test_options_that_sbatch_would_not_take_or_that_measure_no_node_are_named(asked: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
-        SlurmRequest(parse_sbatch_options(shlex.split(asked))).check()
+        SlurmRequest(parse_sbatch_options(shlex.split(asked))).check_options()
 
 
 def test_the_last_word_on_requeue_counts() -> None:
     words = ["--requeue", "--no-requeue", "--requeue"]
-    assert [SlurmRequest(parse_sbatch_options(words[:end])).requeue for end in range(4)] == [None, True, False, True]
+    assert [SlurmRequest(parse_sbatch_options(words[:end])).wants_requeue for end in range(4)] == [
+        None,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_gpus_are_counted_in_generic_resources() -> None:

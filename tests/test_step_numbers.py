@@ -49,7 +49,7 @@ def test_the_last_of_two_steps_is_step_2_everywhere(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out.startswith("step 2, prompt ")
     assert main(["report", str(run)]) == 0
     assert "2 steps, 1 to 2." in (run / "report.html").read_text()
-    assert RunFolder(run).kept_part(1, 0, 0).parent.name == "step-000002"
+    assert RunFolder(run).kept_responses_path(1, 0, 0).parent.name == "step-000002"
 
 
 def told_to_tensorboard(run: Path) -> dict[int, float]:

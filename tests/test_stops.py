@@ -73,7 +73,7 @@ def test_special_tokens_have_their_text_in_a_run() -> None:
     config = load_config(ROOT / "jobs" / "tiny.toml", ["rollout.stop_strings=['<eos>']"])
     assets = SimpleNamespace(tokenizer=embedded_tokenizer(), shape=embedded_decoder().shape, eos_token_ids=(0,))
     session = SimpleNamespace(config=config, assets=assets, decoder=SimpleNamespace(dtype=None), world=Mock(rank=0))
-    settings = Session.settings(session)  # type: ignore[arg-type]
+    settings = Session.engine_settings(session)  # type: ignore[arg-type]
     assert settings.detokenize is not None
     stops = StopStrings(settings.params.stop_strings, settings.detokenize)
     assert stops.first_stop([3, 0, 4, EOS, 5]) == 3

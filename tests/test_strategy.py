@@ -16,12 +16,12 @@ from tlt_hpc.rollout.acceptance import FamilyAcceptance
 from tlt_hpc.rollout.chooser import Chooser, RandomChooser, TrialBudget
 from tlt_hpc.rollout.costs import RoundCosts, _Correction
 from tlt_hpc.rollout.stored_text import StoredRow
-from tlt_hpc.rollout.strategy import OFF, Strategy, strategies_of, strategy_named
+from tlt_hpc.rollout.strategy import OFF, Strategy, parse_strategies, parse_strategy
 
 
 def chains(depths: Sequence[int]) -> tuple[Strategy, ...]:
     """Off, and chains of both drafters."""
-    return strategies_of("full", [f"{source}-{depth}" for source in ("ngram", "drafter") for depth in depths])
+    return parse_strategies("full", [f"{source}-{depth}" for source in ("ngram", "drafter") for depth in depths])
 
 
 ARMS = chains((2, 4, 6))
@@ -65,9 +65,9 @@ def only_drafter(chance: float) -> Callable[[Strategy], float]:
 
 def test_strategies_of_a_mode():
     names = ("ngram-2", "drafter-4", "drafter-3x2v6", "ngram-2")
-    assert strategies_of("plain", names) == (OFF,)
-    assert [s.name for s in strategies_of("ngram", names)] == ["off", "ngram-2"]
-    assert [s.name for s in strategies_of("full", names)] == ["off", "ngram-2", "drafter-4", "drafter-3x2v6"]
+    assert parse_strategies("plain", names) == (OFF,)
+    assert [s.name for s in parse_strategies("ngram", names)] == ["off", "ngram-2"]
+    assert [s.name for s in parse_strategies("full", names)] == ["off", "ngram-2", "drafter-4", "drafter-3x2v6"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_strategies_of_a_mode():
     ],
 )
 def test_a_strategy_is_told_by_its_name(strategy: Strategy, slots: int):
-    named = strategy_named(strategy.name)
+    named = parse_strategy(strategy.name)
     assert (named.name, named.num_drafts, named.reach) == (strategy.name, strategy.num_drafts, strategy.reach)
     same = "source", "depth", "branching", "sharpness"
     assert [getattr(named, each) for each in same] == [getattr(strategy, each) for each in same]
@@ -95,8 +95,8 @@ WRONG_NAMES = "hybrid-4x2v8 of drafter magic-4 drafter-4x2 off-3 drafter-33 draf
 @pytest.mark.parametrize("name", ["", *WRONG_NAMES.split(), "drafter-2x2v50", "drafter-4x20v40", "drafter-5x16v16"])
 def test_a_wrong_name_is_an_error(name: str):
     with pytest.raises(ValueError, match="drafter"):
-        strategy_named(name)
-    assert strategy_named("drafter-4x16v63").num_slots == 64
+        parse_strategy(name)
+    assert parse_strategy("drafter-4x16v63").num_slots == 64
 
 
 # -- costs ----------------------------------------------------------------------------------------------------------
@@ -111,13 +111,13 @@ def test_rounds_of_some_strategies_tell_the_cost_of_all_at_any_batch():
     arms = (*chains((2, 4, 8)), Strategy("drafter", 4, 2, 9))
     costs, source = RoundCosts(arms), random.Random(0)
     for i in range(120):
-        assert costs.ready == (i > 2) and costs.is_known(arms.index(OFF)) == (i > 0)
+        assert costs.plain_cost_is_known == (i > 2) and costs.is_known(arms.index(OFF)) == (i > 0)
         ran = (OFF, Strategy("ngram", 4), Strategy("drafter", 2))
         arm, num_live = (OFF if i < 3 else source.choice(ran)), source.choice((1, 2, 12, 24))
-        costs.add(arms.index(arm), num_live, linear_cost(arm, num_live) * source.lognormvariate(0, 0.1))
+        costs.add_measurement(arms.index(arm), num_live, linear_cost(arm, num_live) * source.lognormvariate(0, 0.1))
     for num_live in (1, 5, 16, 32):
         wanted = [linear_cost(arm, num_live) for arm in arms[:-1]]
-        assert costs.seconds(num_live)[:-1] == pytest.approx(wanted, rel=0.25), "most of them never ran"
+        assert costs.expected_seconds(num_live)[:-1] == pytest.approx(wanted, rel=0.25), "most of them never ran"
     assert costs.is_measured(0, 10) and not costs.is_measured(0, 8) and not costs.is_measured(6, 12)
 
 
@@ -128,13 +128,13 @@ def test_what_is_not_linear_is_a_correction_that_fades_where_it_is_not_measured(
         num_live = (4, 16)[i % 2]
         for index, arm in enumerate(arms):
             dear = 1.8 if (index, num_live) == (drafter, 16) else 1.0
-            costs.add(index, num_live, dear * linear_cost(arm, num_live))
-    assert costs.seconds(16)[drafter] == pytest.approx(1.8 * linear_cost(arms[drafter], 16), rel=0.1)
-    assert costs.seconds(4)[drafter] == pytest.approx(linear_cost(arms[drafter], 4), rel=0.15)
-    before = costs.seconds(16)[drafter]
+            costs.add_measurement(index, num_live, dear * linear_cost(arm, num_live))
+    assert costs.expected_seconds(16)[drafter] == pytest.approx(1.8 * linear_cost(arms[drafter], 16), rel=0.1)
+    assert costs.expected_seconds(4)[drafter] == pytest.approx(linear_cost(arms[drafter], 4), rel=0.15)
+    before = costs.expected_seconds(16)[drafter]
     for _ in range(4000):
-        costs.add(0, 4, linear_cost(OFF, 4))
-    assert costs.seconds(16)[drafter] < 0.9 * before
+        costs.add_measurement(0, 4, linear_cost(OFF, 4))
+    assert costs.expected_seconds(16)[drafter] < 0.9 * before
 
 
 def test_the_part_that_drafts_grows_with_the_batch_and_is_taken_off_where_it_is_known():
@@ -149,23 +149,23 @@ def test_the_part_that_drafts_grows_with_the_batch_and_is_taken_off_where_it_is_
         assert found == pytest.approx([0.0, 4 * 0.4 + 4 * 4 * 0.03, 4 * 0.4 + 16 * 4 * 0.03, 4 * 0.4 + 4 * 7 * 0.03])
         for num_live in (4, 16) * 30:
             for index in range(5):
-                costs.add(index, num_live, linear_cost(arms[index], num_live))
+                costs.add_measurement(index, num_live, linear_cost(arms[index], num_live))
     mixed, alone = taught
     drafting = mixed.drafting_seconds(chain, 4)
     assert drafting == pytest.approx(2.08e-3, rel=0.25)
-    mixed.add(stored, 8, 8e-3 + drafting, (chain, 4))
-    alone.add(stored, 8, 8e-3)
-    assert mixed.seconds(8) == pytest.approx(alone.seconds(8))
+    mixed.add_measurement(stored, 8, 8e-3 + drafting, (chain, 4))
+    alone.add_measurement(stored, 8, 8e-3)
+    assert mixed.expected_seconds(8) == pytest.approx(alone.expected_seconds(8))
 
 
 def test_slow_rounds_of_a_busy_machine_change_little_and_a_lasting_change_is_followed():
     costs = RoundCosts((OFF,))
     for seconds in (1.0,) * 50 + (9.0,) * 2:
-        costs.add(0, 4, seconds)
-    assert costs.seconds(4)[0] < 1.2
+        costs.add_measurement(0, 4, seconds)
+    assert costs.expected_seconds(4)[0] < 1.2
     for _ in range(150):
-        costs.add(0, 4, 3.0)
-    assert costs.seconds(4)[0] == pytest.approx(3.0, rel=0.1)
+        costs.add_measurement(0, 4, 3.0)
+    assert costs.expected_seconds(4)[0] == pytest.approx(3.0, rel=0.1)
 
 
 # -- estimates ------------------------------------------------------------------------------------------------------
@@ -181,8 +181,8 @@ def test_counts_of_deep_chains_give_the_accept_length_of_every_shallower_one(mon
         mixed.add(2, [2, 2])  # depth 2 always stands; depth 4 tells that the third position matches half of the time
         mixed.add(4, [2, 4])
     wanted = [1 + np.minimum(accepted, depth).mean() for depth in range(7)]
-    assert matches.lengths() == pytest.approx(wanted, abs=2e-3)
-    assert (mixed.lengths()[2], mixed.lengths()[4]) == pytest.approx((3, 4), abs=0.01)
+    assert matches.accept_lengths() == pytest.approx(wanted, abs=2e-3)
+    assert (mixed.accept_lengths()[2], mixed.accept_lengths()[4]) == pytest.approx((3, 4), abs=0.01)
 
 
 def test_the_budget_holds_under_every_sequence_of_trials():
@@ -245,7 +245,7 @@ def test_a_checkpoint_keeps_acceptance_and_survives_other_settings():
     again.choose(8, ARMS)  # as if nothing were known
     again.acceptance.load_state(saved)
     assert again.acceptance.state() == chooser.acceptance.state()
-    length = again.acceptance.lengths(8)[ARMS.index(Strategy("drafter", 2))]
+    length = again.acceptance.accept_lengths(8)[ARMS.index(Strategy("drafter", 2))]
     assert length == pytest.approx(1 + 0.8 + 0.8**2, rel=0.05), "before it, 1 + 0.6 + 0.6**2"
     again.acceptance.discount(0.5)
     assert again.acceptance.state()["ngram:a1"] == saved["ngram:a1"], "of the drafter alone, which was replaced"
@@ -276,7 +276,7 @@ def test_drafting_for_the_rows_without_a_stored_text_has_its_price(row: StoredRo
     costs._corrections = [{3: _Correction()} for _ in arms]
     for _ in range(200):
         chooser.acceptance.add(arms[1], 8, [4] * 7 + [2])
-    assert chooser.acceptance.lengths(8)[1] == pytest.approx(4.7, abs=0.1)
+    assert chooser.acceptance.accept_lengths(8)[1] == pytest.approx(4.7, abs=0.1)
     assert chooser.choose(8, arms, [row] * 4) == wanted
 
 

@@ -20,18 +20,18 @@ from launch_ranks import ROOT
 from shell_slurm import TINY, Cluster
 
 from tlt_hpc.cli import submit as submit_module
-from tlt_hpc.cli.submissions import rows_of
+from tlt_hpc.cli.submissions import member_result_rows
 from tlt_hpc.cluster import executor, status
-from tlt_hpc.cluster.launcher import given_job
+from tlt_hpc.cluster.launcher import job_text_from_launcher
 from tlt_hpc.cluster.request import SlurmRequest
 from tlt_hpc.cluster.slurm import Allocation, parse_queue, read_queue
 from tlt_hpc.cluster.stopping import AGAIN
-from tlt_hpc.cluster.submission import Submission, expand, load, make_members, save, submitit_parameters
+from tlt_hpc.cluster.submission import Submission, expand_sweep, load, make_members, save, submitit_parameters
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.extras.preflight import checklist, job_checks
-from tlt_hpc.extras.preflight.program import ask
+from tlt_hpc.extras.preflight.program import run_program
 from tlt_hpc.extras.preflight.results import failure
-from tlt_hpc.look.collect import RunRow, as_csv, as_table
+from tlt_hpc.look.run_table import RunRow, as_csv, as_table
 from tlt_hpc.storage.records import CurvePoint, DrafterFacts, write_json
 from tlt_hpc.storage.step_lines import add_line
 
@@ -96,7 +96,7 @@ def test_a_sweep_is_a_grid_of_named_runs(cluster: Cluster, capsys: pytest.Captur
     ],
 )
 def test_commas_within_brackets_and_quotes_do_not_separate(text: str, values: list[str]) -> None:
-    assert expand(f"a.b={text}") == [f"a.b={value}" for value in values]
+    assert expand_sweep(f"a.b={text}") == [f"a.b={value}" for value in values]
 
 
 # --- the batch script ---
@@ -119,7 +119,7 @@ def test_ranks_receive_their_job_file_and_the_command_that_resumes_it(tmp_path: 
     found = dict(line.partition("=")[::2] for line in out.split("\0"))
     assert found[AGAIN] == f"tlt submit resubmit '{tmp_path}/my sub'", "as it can be typed"
     assert found["SLURM_MPI_TYPE"] == "pmi2" and found["PWD"] == str(tmp_path)
-    assert given_job({**found, "PMI_RANK": "0"}, config) == Path(config).read_bytes().rstrip()
+    assert job_text_from_launcher({**found, "PMI_RANK": "0"}, config) == Path(config).read_bytes().rstrip()
 
 
 @pytest.mark.parametrize(("end", "kept"), [("exit 5", "5\n"), ("exit 0", None), ("kill -TERM $$; sleep 5", None)])
@@ -151,7 +151,7 @@ def test_slurms_answers_do_not_depend_on_the_users_settings(cluster: Cluster) ->
     shown = r"JobId=5 JobName=l\344uft PreemptTime=${SLURM_TIME_FORMAT:-2026-11-27T10:00:00}\n"
     cluster.program("scontrol", f'printf "{shown}"')
     assert read_queue()["5"].is_live and Allocation("5", 0).ask_if_preempted()
-    assert ask(["scontrol"], 10).out.startswith("JobId=5 JobName=l\ufffduft")
+    assert run_program(["scontrol"], 10).out.startswith("JobId=5 JobName=l\ufffduft")
 
 
 def test_members_are_an_array_and_those_that_failed_are_submitted_again(cluster: Cluster) -> None:
@@ -463,7 +463,7 @@ def test_the_table_shows_the_state_of_each_member(tmp_path: Path) -> None:
         (jobs / f"100_{job}_0_log.out").touch()
     queue = "100_2|RUNNING|None\n100_3|PENDING|Resources|more\n100_5|TIMEOUT|TimeLimit\n100_6|FAILED|x\n"
     found = status.read_statuses(submission, parse_queue(queue))
-    head, *rows = as_table(rows_of(submission, found), [str(each.log or "") for each in found]).splitlines()
+    head, *rows = as_table(member_result_rows(submission, found), [str(each.log or "") for each in found]).splitlines()
     assert head.split()[:4] == ["run", "state", "steps", "score"] and head.split()[-1] == "log"
     states = ["failed (status 1)", "running", "pending (Resources|more)", "stopped early", "timeout"]
     assert [" ".join(row.split()) for row in rows] == [
@@ -472,7 +472,7 @@ def test_the_table_shows_the_state_of_each_member(tmp_path: Path) -> None:
         "tiny-seed6 failed (no exit status) 0/30",
         "tiny-seed7 not submitted 0/30",
     ]
-    assert status.unfinished(found) == {f"tiny-seed{index}" for index in (1, 4, 5, 6, 7)}
+    assert status.unfinished_member_names(found) == {f"tiny-seed{index}" for index in (1, 4, 5, 6, 7)}
 
 
 def test_what_was_cancelled_is_told_from_what_failed_and_from_what_had_finished(tmp_path: Path) -> None:

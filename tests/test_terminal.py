@@ -65,7 +65,7 @@ def no_control(text: str) -> bool:
 
 def test_markup_of_paths_and_data_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("runs[red]", "runs[/b]"):
-        StepReporter(Screen(True)).started(load_config(TINY, [f"run.folder={tmp_path / name}"]), 0, {})
+        StepReporter(Screen(True)).show_start(load_config(TINY, [f"run.folder={tmp_path / name}"]), 0, {})
         assert name in capsys.readouterr().out.replace("\n", "")
     make_console().print(MARKUP)
     assert MARKUP in capsys.readouterr().out
@@ -119,7 +119,7 @@ import os, sys
 from tlt_hpc.cluster import launcher
 script = "for i in 1 2 3 4 5 6; do echo line $i || exit 7; echo error $i >&2 || exit 8; sleep 0.1; done; touch done"
 launcher.launch_command = lambda num_ranks, arguments: ["/bin/sh", "-c", script]
-launcher.become_ranks(2, [], "")
+launcher.exec_mpiexec(2, [], "")
 """
 
 
@@ -154,7 +154,7 @@ def test_progress_of_long_work_is_printed_less_and_less_often(
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     screen = Screen(True)
     for clock[0] in np.arange(200.0):
-        screen.progress(f"{clock[0]:.0f}")
+        screen.print_progress_if_due(f"{clock[0]:.0f}")
     assert capsys.readouterr().out.split() == ["4", "12", "28", "60", "120", "180"]
 
 

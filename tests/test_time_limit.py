@@ -12,7 +12,14 @@ from shell_slurm import program
 
 from tlt_hpc.cluster import slurm, stopping
 from tlt_hpc.cluster.slurm import allocation, parse_slurm_time
-from tlt_hpc.cluster.stopping import AGAIN, Stop, StopFlag, await_preemption, queue_again, start_time_limit_timers
+from tlt_hpc.cluster.stopping import (
+    AGAIN,
+    Stop,
+    StopFlag,
+    await_preemption,
+    requeue_job_if_progress,
+    start_time_limit_timers,
+)
 
 JOB = {"SLURM_JOB_ID": "17"}
 
@@ -75,7 +82,7 @@ def answering():
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
     flag = StopFlag()
-    flag.install()
+    flag.install_signal_handlers()
     flag.is_answered = True
     yield flag
     for number, handler in before.items():
@@ -194,22 +201,24 @@ def test_one_rank_knows_when_the_allocation_ends_and_votes_for_all(command, tmp_
 def test_a_job_that_comes_no_further_is_not_queued_for_ever(command, tmp_path):
     command("scontrol", f'echo "$@" >> {tmp_path}/asked')
     (tmp_path / "requeues.jsonl").write_text('{"job": "17", "restarts": 0, "prog')  # as a full disk leaves it
-    queue_again(JOB, tmp_path, "step 1")
+    requeue_job_if_progress(JOB, tmp_path, "step 1")
     for _ in range(2):
-        assert "is queued again" in queue_again(JOB, tmp_path, "step 2")
-    assert queue_again({"SLURM_JOB_ID": "18"}, tmp_path, "step 2").startswith("job 18 is queued again"), "another job"
-    assert queue_again(JOB, tmp_path, "step 2") == (
+        assert "is queued again" in requeue_job_if_progress(JOB, tmp_path, "step 2")
+    assert requeue_job_if_progress({"SLURM_JOB_ID": "18"}, tmp_path, "step 2").startswith("job 18 is queued again"), (
+        "another job"
+    )
+    assert requeue_job_if_progress(JOB, tmp_path, "step 2") == (
         "job 17 is not queued again: 3 starts in a row came no further than step 2; give it more time (sbatch --time), "
         "or make a step shorter"
     )
-    assert "is queued again" in queue_again(JOB, tmp_path, "step 3")
+    assert "is queued again" in requeue_job_if_progress(JOB, tmp_path, "step 3")
     assert len((tmp_path / "asked").read_text().splitlines()) == 5
 
 
 def test_a_busy_controller_is_asked_again(command, tmp_path):
     asked = tmp_path / "asked"
     command("scontrol", f"printf x >> {asked}; read times < {asked}; test $times = xxx")
-    assert "is queued again" in queue_again(JOB, tmp_path, "step 1")
+    assert "is queued again" in requeue_job_if_progress(JOB, tmp_path, "step 1")
     assert asked.read_text() == "xxx"
 
 
@@ -217,18 +226,20 @@ def test_a_busy_controller_is_asked_again(command, tmp_path):
 def test_a_requeue_whose_answer_was_lost_is_one(command, tmp_path, state):
     """Slurm refuses the second request, because the job is already pending."""
     command("scontrol", f'[ $1 = requeue ] && exit 1; echo "JobId=17 JobState={state} Requeue=1"')
-    assert queue_again(JOB, tmp_path, "step 1") == "job 17 is queued again and will resume"
+    assert requeue_job_if_progress(JOB, tmp_path, "step 1") == "job 17 is queued again and will resume"
 
 
 def test_where_slurm_refuses_the_user_is_told_what_to_do(command, tmp_path):
     command("scontrol", "echo 'Requested operation is disabled for job 17' >&2; exit 1")
-    assert queue_again(JOB, tmp_path, "step 1") == (
+    assert requeue_job_if_progress(JOB, tmp_path, "step 1") == (
         "job 17 is not queued again (`scontrol requeue 17` failed: Requested operation is disabled for job 17): "
         "submit the same script, which resumes"
     )
-    assert queue_again({}, tmp_path, "step 1").startswith("not in a Slurm job")
+    assert requeue_job_if_progress({}, tmp_path, "step 1").startswith("not in a Slurm job")
     again = {AGAIN: "python jobs/submit.py resubmit sub"}
-    assert queue_again({**JOB, **again}, tmp_path, "step 1").endswith(": `python jobs/submit.py resubmit sub` resumes")
+    assert requeue_job_if_progress({**JOB, **again}, tmp_path, "step 1").endswith(
+        ": `python jobs/submit.py resubmit sub` resumes"
+    )
 
 
 PREEMPTED = "JobId=17 JobState=RUNNING Requeue=1 PreemptTime=2026-11-22T03:33:48 Partition=main QOS=long"

@@ -51,7 +51,7 @@ def follow(config: Config, folder: RunFolder, *num_steps: int) -> None:
     """One start of a run that follows after each of these numbers of steps, and is killed: nothing is closed."""
     tracking = Tracking(config, folder)
     for count in num_steps:
-        tracking.follow(count)
+        tracking.send_new_steps(count)
         settle(tracking)
 
 
@@ -59,7 +59,7 @@ def settle(tracking: Tracking) -> None:
     """Wait until the trackers have been given all, or were dropped."""
     for worker in tracking._workers.values():
         given = threading.Event()
-        worker.put([given.set])
+        worker.enqueue_calls([given.set])
         while not worker.is_done and not given.wait(0.01):
             pass
 
@@ -225,7 +225,7 @@ def test_a_tracker_that_does_not_answer_is_named_once_and_dropped(call, config, 
     _, released = library.stop_in(call)
     tracking = Tracking(config, folder)
     for count in range(1, 5):
-        tracking.follow(count)
+        tracking.send_new_steps(count)
         time.sleep(0.1)
     (worker,) = tracking._workers.values()
     if call == "log":
@@ -236,7 +236,7 @@ def test_a_tracker_that_does_not_answer_is_named_once_and_dropped(call, config, 
     worker._thread.join()
     library.before = lambda called: None
     with Tracking(config, folder) as tracking:
-        tracking.follow(4)
+        tracking.send_new_steps(4)
     assert list(library.runs.values())[-1] == WHOLE and len(warnings_in(caplog)) == 1
 
 
@@ -247,10 +247,10 @@ def test_a_tracker_that_cannot_keep_up_is_dropped_and_has_what_it_was_given(
     commit(folder, *range(4, 9))
     begun, released = library.stop_in("log")
     tracking = Tracking(config, folder)
-    tracking.follow(5)
+    tracking.send_new_steps(5)
     begun.wait()
     for count in range(6, 10):
-        tracking.follow(count)
+        tracking.send_new_steps(count)
     assert warnings_in(caplog) == [f"wandb is more than 2 steps behind: {REST}{SYNC}"]
     released.set()
     (worker,) = tracking._workers.values()
@@ -258,7 +258,7 @@ def test_a_tracker_that_cannot_keep_up_is_dropped_and_has_what_it_was_given(
     assert list(library.runs.values()) == [WHOLE[:1]], "a dropped tracker gets nothing more"
     monkeypatch.setattr(trackers, "MAX_BEHIND", 4)
     with Tracking(config, folder) as tracking:
-        tracking.follow(9)
+        tracking.send_new_steps(9)
     assert [step for step, _ in list(library.runs.values())[-1]] == list(range(1, 10)), "as many as no queue holds"
     assert library.exit_codes == [0] and len(warnings_in(caplog)) == 1
 
@@ -291,10 +291,10 @@ def test_closing_waits_only_while_time_is_left(config, folder, library, caplog, 
     left = [9.0, 8.0, 0.0]
     _, released = library.stop_in("finish")
     with pytest.raises(ZeroDivisionError), Tracking(config, folder) as tracking:
-        tracking.follow(1)
+        tracking.send_new_steps(1)
         raise ZeroDivisionError
     tracking = Tracking(config, folder)
-    tracking.follow(1)
+    tracking.send_new_steps(1)
     assert not tracking.close(lambda: left.pop(0)) and left == []
     released.set()
     assert warnings_in(caplog) == [f"wandb had no time left to end: {REST}{SYNC}"] * 2
@@ -306,7 +306,7 @@ def test_a_preempted_job_waits_for_slurm_whatever_its_tracker_does(tmp_path, mon
     world = SimpleNamespace(rank=0, flag=StopFlag(), agree_to_stop=lambda: Stop.KILL)
     world.flag.request(Stop.KILL, "SIGTERM")
     monkeypatch.setattr(rank_commands, "await_preemption", lambda environment: done.append("waited"))
-    monkeypatch.setattr(ending, "end_within", lambda seconds, status: done.append(f"ends with {status}"))
+    monkeypatch.setattr(ending, "end_process_within", lambda seconds, status: done.append(f"ends with {status}"))
 
     def close(seconds_left):
         done.append(f"{seconds_left():.0f} s")
@@ -336,7 +336,7 @@ def test_a_process_ends_although_that_of_wandb_does_not_answer(tmp_path):
         "tracking.ANSWER_SECONDS = trackers.EXIT_SECONDS = 0.5; commit(folder, 0); tracking.start_early(config.run)\n"
         "with tracking.Tracking(config, folder) as followed:\n"
         "    os.kill(trackers.WeightsAndBiases._process.pid, signal.SIGSTOP)\n"
-        "    followed.follow(1)\n"
+        "    followed.send_new_steps(1)\n"
     )
     done = python("-c", START + code, tmp_path, "wandb-offline", timeout=60)
     assert done.stderr == (f"wandb had no time left to end: {REST}\n")
@@ -371,7 +371,7 @@ def test_a_start_after_a_kill_writes_all_steps_to_the_offline_file(tmp_path):
     for old, steps, status in ((0, 2, -9), (2, 3, -9), (3, 4, 0)):
         code = (
             f"commit(folder, *range({old}, {steps})); tracking.start_early(config.run)\n"
-            f"followed = tracking.Tracking(config, folder); followed.follow({steps}); settle(followed)\n"
+            f"followed = tracking.Tracking(config, folder); followed.send_new_steps({steps}); settle(followed)\n"
             f"os.kill(os.getpid(), signal.SIGKILL) if {status} else followed.close(lambda: 60.0)\n"
         )
         done = python("-c", START + code, tmp_path, "wandb-offline", status=status, timeout=60)

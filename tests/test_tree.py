@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_hpc.rollout.tree import EMPTY, emitted_counts, make_tree, nodes_on_path, path_of
+from tlt_hpc.rollout.tree import EMPTY, emitted_counts, make_tree, nodes_on_path, path_nodes_in_order
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def test_the_walk_follows_the_choices(seed, num_nodes, num_rows):
     drafts = make_tree(torch.tensor([t for t, _ in padded]), torch.tensor([p for _, p in padded]), width)
     chosen = torch.tensor([[source.randrange(4) for _ in range(drafts.num_nodes)] for _ in rows])
     on_path = nodes_on_path(chosen, drafts)
-    paths = path_of(on_path, drafts.num_nodes)
+    paths = path_nodes_in_order(on_path, drafts.num_nodes)
     for b, (tokens, parents) in enumerate(rows):
         wanted = plain_walk(chosen[b].tolist(), tokens, parents)
         assert on_path[b].nonzero().flatten().tolist() == wanted

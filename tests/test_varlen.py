@@ -12,7 +12,7 @@ import torch.nn.attention.varlen as torch_varlen
 from torch import Tensor
 
 from tlt_hpc.kernels import varlen
-from tlt_hpc.kernels.dispatch import deterministic
+from tlt_hpc.kernels.dispatch import deterministic_operations
 from tlt_hpc.kernels.varlen import VarlenKernel, varlen_kernel
 from tlt_hpc.models import documents
 
@@ -78,7 +78,7 @@ def test_a_kernel_gives_what_the_cpu_gives(
     for chosen in (None, kernel):
         monkeypatch.setattr(documents, "varlen_kernel", lambda query, chosen=chosen: chosen)
         query, key_value = batch()
-        with deterministic():
+        with deterministic_operations():
             mixed = documents.attend_documents(LENGTHS, [window])(0, query, key_value)
             mixed.square().sum().backward()
         results.append((mixed.detach(), query.grad, key_value.grad))

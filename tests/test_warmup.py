@@ -20,10 +20,10 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.config import DrafterSection, UserError, WarmupSection, load_config
 from tlt_hpc.drafting.offline import update_on_all_ranks
-from tlt_hpc.drafting.pool import pack_excerpts, whole
-from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.pool import pack_excerpts, whole_document_excerpt
+from tlt_hpc.drafting.spot_trainer import SpotTrainer
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, load_drafter, read_drafter
-from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.models.tokenizer import package_asset_folder
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.run import session as job
@@ -32,7 +32,7 @@ from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_facts
 from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.studies.warmup import warm_up as warm_up_module
-from tlt_hpc.studies.warmup.plan import config_of
+from tlt_hpc.studies.warmup.plan import warmup_config
 from tlt_hpc.studies.warmup.warm_up import CapturedDocuments, WarmupResult, warm_up
 
 ROOT = Path(__file__).parent.parent
@@ -59,19 +59,19 @@ class Reporter:
         self._moment, self._at, self._world = moment, at, world
         self.seen: dict[str, int] = {}
 
-    def started(self, config, texts, progress):
+    def show_start(self, config, texts, progress):
         self._meet("started")
 
-    def capturing(self, num_done, num_texts):
+    def show_capture(self, num_done, num_texts):
         self._meet("capturing", num_done)
 
-    def training(self, num_documents, num_tokens):
+    def show_training(self, num_documents, num_tokens):
         self._meet("training")
 
-    def learned(self, progress):
+    def show_update(self, progress):
         self._meet("learned", progress.updates)
 
-    def validated(self, point, is_best):
+    def show_validation(self, point, is_best):
         self._meet("validated", point.updates)
 
     def _meet(self, moment: str, number: int | None = None) -> None:
@@ -85,7 +85,7 @@ class Reporter:
 def start(
     folder: Path, *overrides: str, reporter: Reporter | None = None, world: World | None = None, interval: int = 4
 ) -> WarmupResult:
-    config = config_of(load_config(TINY, [f"run.folder={folder}", *SMALL, *overrides]))
+    config = warmup_config(load_config(TINY, [f"run.folder={folder}", *SMALL, *overrides]))
     with (
         patch.object(WarmupSection, "validation_interval", interval),
         patch.object(WarmupSection, "validation_prompts", 6),
@@ -158,7 +158,7 @@ def test_each_validation_is_of_the_drafter_as_it_is_then(tmp_path, monkeypatch):
     def learned(warmup, captured, batch, progress):
         taken = take_update(warmup, captured, batch, progress)
         if taken[0].updates == 6:
-            warmup.trainer.trained.start_from(load_file(embedded("tiny_drafter") / DRAFTER_FILE))
+            warmup.trainer.trained.copy_weights_from(load_file(package_asset_folder("tiny_drafter") / DRAFTER_FILE))
         return taken
 
     monkeypatch.setattr(warm_up_module, "take_update", learned)
@@ -267,10 +267,10 @@ def test_an_update_is_that_of_all_documents_in_one_pass():
     found = [random_document(length, prompt, i) for i, (length, prompt) in enumerate([(40, 5), (9, 7), (25, 3)])]
     whole_batch, in_passes = RanksInTurn(1), RanksInTurn(1)
     loss = update_on_all_ranks(
-        make_trainer(), [pack_excerpts([whole(document) for document in found], CPU)], whole_batch
+        make_trainer(), [pack_excerpts([whole_document_excerpt(document) for document in found], CPU)], whole_batch
     )
     again = update_on_all_ranks(
-        make_trainer(), [pack_excerpts([whole(document)], CPU) for document in found], in_passes
+        make_trainer(), [pack_excerpts([whole_document_excerpt(document)], CPU) for document in found], in_passes
     )
     assert again == pytest.approx(loss, abs=1e-5)
     np.testing.assert_allclose(in_passes.arrays[0] / 59, whole_batch.arrays[0] / 59, atol=1e-5, rtol=1e-4)
@@ -281,8 +281,8 @@ def test_a_rank_without_a_document_takes_the_others_update():
     found = [random_document(40, 5, 0)]
     busy, idle, ranks = make_trainer(), make_trainer(), RanksInTurn()
     alone = make_trainer()
-    update_on_all_ranks(alone, [pack_excerpts([whole(found[0])], CPU)], RanksInTurn(1))
-    update_on_all_ranks(busy, [pack_excerpts([whole(found[0])], CPU)], ranks)
+    update_on_all_ranks(alone, [pack_excerpts([whole_document_excerpt(found[0])], CPU)], RanksInTurn(1))
+    update_on_all_ranks(busy, [pack_excerpts([whole_document_excerpt(found[0])], CPU)], ranks)
     loss = update_on_all_ranks(idle, [], ranks)
     assert busy.trained.fingerprint() == idle.trained.fingerprint() == alone.trained.fingerprint()
     assert idle.trained.num_steps == 1 and loss > 0
@@ -311,7 +311,7 @@ def logged(tmp_path_factory):
         prompts[prompt] = features[: prompt_length - 1]
         captured.setdefault(tokens[:-1].tobytes(), (prompt_length, features))
 
-    engine.outbox.send_to(sink)
+    engine.outbox.set_sink(sink)
     # the model never reads the last token: another one shows that the logged token is kept
     rollouts = [with_response(r, [*r.response_tokens[:-1], 7]) for r in generate(engine, gcd_requests(12, 2))]
     folder = tmp_path_factory.mktemp("logged") / "run"

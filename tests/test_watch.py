@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tlt_hpc.cluster.watch import watch as watch_module
-from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
+from tlt_hpc.cluster.watch.rank_progress import Beat, Member, Phase
 from tlt_hpc.cluster.watch.record import (
     Record,
     read_record,
@@ -83,11 +83,15 @@ def is_told(folder: Path) -> bool:
 def test_a_rank_records_where_it_is_and_how_it_ended(tmp_path):
     with Job(tmp_path) as job:
         with job.beat.in_phase(Phase.UPDATE, 12):
-            job.beat.at_part("micro-batch", 3, 8)
+            job.beat.enter_part("micro-batch", 3, 8)
             until(lambda: is_told(tmp_path) and read_record(status_file(tmp_path, 0)).phase == "update")
         told = read_record(status_file(tmp_path, 0))
-        assert (told.place, told.pid, told.ending) == ("update of step 13 (micro-batch 3 of 8)", os.getpid(), "")
-        assert job.watch.ended(75) == 75
+        assert (told.phase_and_step_text, told.pid, told.ending) == (
+            "update of step 13 (micro-batch 3 of 8)",
+            os.getpid(),
+            "",
+        )
+        assert job.watch.record_exit_status(75) == 75
     assert read_record(status_file(tmp_path, 0)).ending == "stopped early"
     assert job.ends == []
 
@@ -95,7 +99,7 @@ def test_a_rank_records_where_it_is_and_how_it_ended(tmp_path):
 def test_a_rank_that_is_about_to_be_killed_records_its_end_before(tmp_path):
     """As a job that has itself queued again, which Slurm answers by killing it."""
     with Job(tmp_path, looks=20, by_hand=True) as job:
-        job.beat.leave("stopped early")
+        job.beat.record_ending("stopped early")
         assert read_record(status_file(tmp_path, 0)).ending == "stopped early"
         job.look(60)
         assert not job.ends, "it may be waited for"
@@ -139,7 +143,7 @@ def heart_of(folder: Path, record: Record) -> Callable[[], None]:
 
 def test_nobody_is_ended_while_another_is_at_work_and_it_is_once_that_one_is_silent(tmp_path, capfd):
     with Job(tmp_path, size=2, looks=3, by_hand=True) as job:
-        job.beat.wait_in("allgather", "world")
+        job.beat.mark_waiting_in("allgather", "world")
         job.look(50, heart_of(tmp_path, plain(1, stalled=False)))
         assert not job.ends, "rank 1 may still come"
         job.look(20)

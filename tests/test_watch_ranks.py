@@ -30,7 +30,7 @@ from tlt_hpc.cluster.launcher import launched_rank
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World
-from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.cluster.watch.rank_progress import BEAT, Phase
 from tlt_hpc.cluster.watch.watch import Watch
 from tlt_hpc.cluster.watch.exit_monitor import ExitMonitor
 
@@ -47,7 +47,7 @@ TROUBLES = {
 
 def lose_another(world):
     if trouble == "another fails, then killed" and world.rank == 2:
-        BEAT.leave("failed: RuntimeError: Read error: Connection reset by peer")
+        BEAT.record_ending("failed: RuntimeError: Read error: Connection reset by peer")
 
 def is_dead(process):
     # with all of its threads: any of them keeps open what the process has open
@@ -65,9 +65,9 @@ def decode(world, step, left):
     time.sleep(0.005)
 
 def roll_out(world, pulse, step):
-    pulse.begin(step)
+    pulse.begin_rollout(step)
     left = 10 * (world.rank + 1)
-    while not pulse.poll(Status(State.BUSY if left else State.IDLE, left, 0, 0, False)).over:
+    while not pulse.poll(Status(State.BUSY if left else State.IDLE, left, 0, 0, False)).is_over:
         if left:
             decode(world, step, left)
             left -= 1
@@ -82,19 +82,19 @@ def main(watch):
             kill_own(world)
         world.barrier()
     if trouble == "refused":
-        BEAT.leave("refused")
+        BEAT.record_ending("refused")
         os._exit(2)
     BEAT.folder = folder
     world.barrier()
-    pulse = Pulse(world.private_comm())
+    pulse = Pulse(world.duplicate_comm())
     for step in range(3):
-        BEAT.at_step(step)
+        BEAT.enter_step(step)
         with BEAT.in_phase(Phase.ROLLOUT):
             roll_out(world, pulse, step)
         world.allgather(step)
     pulse.close()
-    world.leave()
-    return watch.ended(0)
+    world.finalize_mpi_all_ranks()
+    return watch.record_exit_status(0)
 
 rank = launched_rank(os.environ)
 is_first = rank == 0 or trouble.endswith("emulated nodes")  # each of which has a first rank

@@ -10,12 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt_hpc.cluster.watch import exit_monitor
-from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
-from tlt_hpc.cluster.watch.diagnosis import StatusReading, describe, describe_blocking_rank, judge_alone
+from tlt_hpc.cluster.watch.diagnosis import (
+    StatusReading,
+    describe_blocking_rank,
+    describe_lone_stalled_rank,
+    describe_process_state,
+)
+from tlt_hpc.cluster.watch.rank_progress import Beat, Member, Phase
 from tlt_hpc.cluster.watch.record import (
     SIZE,
     Record,
-    claim_verdict,
     decode,
     encode,
     read_and_clear_last_end,
@@ -23,6 +27,7 @@ from tlt_hpc.cluster.watch.record import (
     read_verdict,
     status_file,
     write_record,
+    write_verdict_if_first,
 )
 from tlt_hpc.cluster.watch.watch import ProgressCounter
 from tlt_hpc.common.files import DamagedText
@@ -107,7 +112,7 @@ def test_ranks_without_a_sign_of_life_are_named_after_one_that_hangs_and_files_t
         "the status of rank 1 cannot be read: there is no file"
     )
     assert line_of(waits(0), record(2), lost=(1,)) is None, "rank 2 is at work"
-    assert judge_alone(waits(1), "x").endswith("step 13); what the other ranks do cannot be seen: x")
+    assert describe_lone_stalled_rank(waits(1), "x").endswith("step 13); what the other ranks do cannot be seen: x")
 
 
 @given(st.lists(st.tuples(st.sampled_from(["", "allgather", "pulse"]), st.integers(0, 400)), min_size=1, max_size=6))
@@ -128,7 +133,9 @@ def test_a_record_comes_back_as_it_was_and_a_start_has_one_verdict(tmp_path):
         write_record(tmp_path, each)
         assert read_record(status_file(tmp_path, 3)) == each
     assert status_file(tmp_path, 3).stat().st_size == SIZE and read_verdict(tmp_path) is None
-    assert claim_verdict(tmp_path, "a", "rank 1 is stuck") and not claim_verdict(tmp_path, "a", "rank 2 is stuck")
+    assert write_verdict_if_first(tmp_path, "a", "rank 1 is stuck") and not write_verdict_if_first(
+        tmp_path, "a", "rank 2 is stuck"
+    )
     assert read_verdict(tmp_path) == ("a", "rank 1 is stuck") and len(list(tmp_path.iterdir())) == 2
 
 
@@ -166,16 +173,16 @@ def test_a_rank_that_trains_the_drafter_and_hears_of_no_other_rank_waits_in_the_
     counter = ProgressCounter(beat, 0.02, 1.0)  # 6 looks
     with beat.in_phase(Phase.ROLLOUT, 3):
         beat.begin_pulse()
-        beat.polled(4, 0, over=False)
+        beat.record_pulse_poll(4, 0, over=False)
         for _ in range(7):
             beat.tick()
             counter.update_counters()
         told = counter.make_status_record(MEMBER)
         assert (told.waiting, told.number, told.stalled) == ("pulse", 5, True)
-        beat.stand_by()
-        beat.polled(4, 0, over=False)
+        beat.mark_waiting_for_pulse()
+        beat.record_pulse_poll(4, 0, over=False)
         assert (beat.waiting, counter.make_status_record(MEMBER).stalled) == (("pulse", 5), True), "that is no progress"
-        beat.polled(5, 0, over=False)
+        beat.record_pulse_poll(5, 0, over=False)
         counter.update_counters()
         assert beat.waiting is None and not counter.make_status_record(MEMBER).stalled
 
@@ -184,10 +191,10 @@ def test_bytes_that_a_save_has_written_are_progress_but_asking_for_their_number_
     beat = Beat()
     counter = ProgressCounter(beat, 0.001, 1.0)  # 4 looks
     beat.phase = Phase.SAVING
-    with beat.asking():
+    with beat.in_save_polling():
         for _ in range(6):
-            beat.wait_in("allgather", "world")
-            beat.go_on()
+            beat.mark_waiting_in("allgather", "world")
+            beat.mark_working()
             counter.update_counters()
         assert counter.make_status_record(MEMBER).stalled
         beat.written += 1
@@ -197,15 +204,15 @@ def test_bytes_that_a_save_has_written_are_progress_but_asking_for_their_number_
 
 def test_phases_nest_and_a_failure_leaves_the_one_it_happened_in():
     beat = Beat()
-    beat.at_step(4)
+    beat.enter_step(4)
     with beat.in_phase(Phase.SAVING):
         assert (beat.phase, beat.step) == (Phase.SAVING, 4)
     assert (beat.phase, beat.step) == (Phase.COMMIT, 4)
     with pytest.raises(ZeroDivisionError), beat.in_phase(Phase.UPDATE, 7):
-        beat.at_part("micro-batch", 2, 8)
+        beat.enter_part("micro-batch", 2, 8)
         raise ZeroDivisionError
     told = ProgressCounter(beat, 1.0, 1.0).make_status_record(MEMBER)
-    assert told.place == "update of step 8 (micro-batch 2 of 8)"
+    assert told.phase_and_step_text == "update of step 8 (micro-batch 2 of 8)"
 
 
 # -- the last start ---------------------------------------------------------------------------------------------------
@@ -220,7 +227,7 @@ def test_how_the_last_start_ended(tmp_path):
     assert read_and_clear_last_end(tmp_path, "start") == "", "it is this one"
     write_record(tmp_path, record(1, ending="failed: OSError: no room"))
     assert read_and_clear_last_end(tmp_path, "") == "rank 1 on node2 failed: OSError: no room (in rollout of step 13)"
-    claim_verdict(tmp_path, "start", "rank 1 on node2 was killed")
+    write_verdict_if_first(tmp_path, "start", "rank 1 on node2 was killed")
     assert read_and_clear_last_end(tmp_path, "") == "rank 1 on node2 was killed"
     assert read_verdict(tmp_path) is None, "it is given once"
 
@@ -253,6 +260,6 @@ def test_a_rank_that_ends_without_a_word_is_named_unless_another_has_said_why(
 
 def test_a_member_knows_the_processes_on_its_host():
     told = [("a", 11, "x"), ("a", 12, "y"), ("b", 11, "z")]
-    assert Member.of(1, told) == Member(1, 3, "a", "x", {0: 11, 1: 12}, "x")
-    assert (Member.of(2, told).neighbours, Member.of(2, told).monitor) == ({2: 11}, "z")
-    assert describe(2**22 + 1) == "its process is gone"
+    assert Member.from_ranks(1, told) == Member(1, 3, "a", "x", {0: 11, 1: 12}, "x")
+    assert (Member.from_ranks(2, told).neighbours, Member.from_ranks(2, told).monitor) == ({2: 11}, "z")
+    assert describe_process_state(2**22 + 1) == "its process is gone"

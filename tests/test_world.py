@@ -22,7 +22,14 @@ from tlt_hpc.data.reader import OverlongError
 from tlt_hpc.data.rows import RowError
 from tlt_hpc.mpi import world as world_module
 from tlt_hpc.mpi.library import MPI
-from tlt_hpc.mpi.world import LaunchError, World, check_rank_count, check_thread_level, place, to_send
+from tlt_hpc.mpi.world import (
+    LaunchError,
+    World,
+    as_sendable_error,
+    check_rank_count,
+    check_thread_level,
+    node_and_local_rank,
+)
 from tlt_hpc.storage.folder import WriteError
 
 
@@ -35,7 +42,7 @@ def digest(array: np.ndarray) -> str:
 
 def test_place_counts_nodes_and_ranks_of_a_node() -> None:
     hostnames = ["b", "b", "a", "b", "a"]
-    assert [place(hostnames, rank) for rank in range(5)] == [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)]
+    assert [node_and_local_rank(hostnames, rank) for rank in range(5)] == [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)]
 
 
 def test_a_launcher_that_does_not_fit_is_one_line_with_the_remedy() -> None:
@@ -60,10 +67,10 @@ def test_every_error_for_a_user_can_be_sent_to_other_ranks() -> None:
         kinds += kind.__subclasses__()
         error = kind.__new__(kind)
         error.args = ("row 3: why",)
-        sent = pickle.loads(pickle.dumps(to_send(error)))
+        sent = pickle.loads(pickle.dumps(as_sendable_error(error)))
         assert isinstance(sent, UserError) and str(sent) == "row 3: why", kind
     assert {RowError, OverlongError, ConfigError} <= set(kinds)
-    assert type(to_send(ConfigError("a"))) is ConfigError
+    assert type(as_sendable_error(ConfigError("a"))) is ConfigError
 
 
 # --- several ranks ---
@@ -88,7 +95,7 @@ def sum_arrays(world: World, dtype: str, length: int) -> str:
     own = contribution(world.rank, dtype, length)
     before, pending = digest(own), world.start_sum(own)
     assert not np.shares_memory(pending.sent, own)
-    total = world.sum(own)
+    total = world.sum_over_ranks(own)
     assert digest(pending.wait()) == digest(pending.wait()) == digest(total) and digest(own) == before
     expected = sum(contribution(rank, dtype, length).astype(np.float64) for rank in range(world.size))
     assert total.shape == own.shape and total.dtype == dtype and np.allclose(total, expected, rtol=1e-5, atol=1e-2)
@@ -121,7 +128,7 @@ def forget_sums(world: World) -> bool:
     for _ in range(20):
         world.start_sum(np.ones(100_000))
     reused = [np.full(100_000, 7.0) for _ in range(60)]  # would lie where freed buffers had been
-    world.sum(np.ones(1))
+    world.sum_over_ranks(np.ones(1))
     world.barrier()
     return all((array == 7.0).all() for array in reused)
 
@@ -140,7 +147,7 @@ def fail_on(world: World, failing: int) -> list[str]:
         return world.rank
 
     outcomes = []
-    for run in (world.run_on_all_ranks, world.once):
+    for run in (world.run_on_all_ranks, world.run_first_and_broadcast):
         for work in (write, refuse, lambda: 10 + world.rank):
             try:
                 outcomes.append(str(run(work)))
@@ -175,7 +182,7 @@ def use_world() -> dict[str, Any]:
         "buffers": forget_sums(world), "failures": [fail_on(world, failing) for failing in FAILING_RANKS],
         "vote": vote(world),
     }  # fmt: skip
-    world.leave()
+    world.finalize_mpi_all_ranks()
     return found
 
 

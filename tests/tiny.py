@@ -18,7 +18,7 @@ from tlt_hpc.data.prompts import draw_from_split
 from tlt_hpc.kernels.gumbel import gumbel_noise_reference
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.folder import read_folder_weights
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
@@ -49,7 +49,7 @@ def embedded_tokenizer() -> Tokenizer:
 @cache
 def embedded_decoder() -> Decoder:
     decoder = Decoder(read_shape(embedded_folder()), torch.float32, CPU)
-    decoder.load(folder_weights(embedded_folder()), 0)
+    decoder.load_weights(read_folder_weights(embedded_folder()), 0)
     return decoder
 
 
@@ -100,7 +100,7 @@ def make_engine(
     engine = RolloutEngine(
         decoder or embedded_decoder(), settings, drafter, agree, drafter_is_trained=drafter_is_trained
     )
-    engine.load_policy(folder_weights(embedded_folder()), 0)
+    engine.load_policy(read_folder_weights(embedded_folder()), 0)
     engine.calibrate(gcd_requests(4, 1, seed=99))
     return engine
 
@@ -109,7 +109,7 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout
     engine.submit(requests)
     while engine.has_work:
         engine.step()
-    return engine.collect()
+    return engine.take_finished_rollouts()
 
 
 def gumbel_rows(words: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -131,8 +131,8 @@ def paged_attention(decoder: Decoder, num_rows: int, num_positions: int) -> Call
     cache = make_cache(decoder.part, sizes, decoder.dtype, CPU)
     for row, table in enumerate(tables):
         cache.set_table(row, table)
-    layout = cache.layout(tables, num_rows * each)
-    return lambda positions: cache.attend(layout, cache.tables, positions)
+    layout = cache.build_layout(tables, num_rows * each)
+    return lambda positions: cache.make_attention(layout, cache.tables, positions)
 
 
 def decode_in_pieces(decoder: Decoder, tokens: torch.Tensor, pieces: Sequence[int]) -> torch.Tensor:
@@ -142,7 +142,9 @@ def decode_in_pieces(decoder: Decoder, tokens: torch.Tensor, pieces: Sequence[in
     for width in filter(None, pieces):
         positions = torch.arange(start, start + width).expand(tokens.shape[0], width)
         piece = tokens[:, start : start + width]
-        out.append(decoder.hidden(piece.flatten(), positions.flatten(), attention(positions)).view(*piece.shape, -1))
+        out.append(
+            decoder.hidden_states(piece.flatten(), positions.flatten(), attention(positions)).view(*piece.shape, -1)
+        )
         start += width
     return torch.cat(out, 1)
 

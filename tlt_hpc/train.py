@@ -14,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.common.records import AHEAD, PREFILL, PhaseSpan, Rollout
-from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.merge import sums_on_gpus
-from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.spot_trainer import SpotTrainer
 from tlt_hpc.drafting.tail_plan import STORED_ACCEPTED, STORED_TOKENS
-from tlt_hpc.evaluate.between_steps import TESTING, evaluate_policy, read_exam_all_ranks
+from tlt_hpc.evaluate.between_steps import TESTING, evaluate_policy_all_ranks, read_exam_all_ranks
 from tlt_hpc.evaluate.exam import Exam
 from tlt_hpc.look.metrics import (
     DECODE_CPU,
@@ -34,27 +34,27 @@ from tlt_hpc.look.metrics import (
     PhaseTimer,
     gather_step_metrics,
 )
-from tlt_hpc.mpi.owner import agree_on_owner, check_owner
+from tlt_hpc.mpi.owner import check_owner, check_owner_all_ranks
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rewards.scorer import joined
-from tlt_hpc.rl.ahead import longest_texts
-from tlt_hpc.rl.draws import gather
+from tlt_hpc.rewards.scorer import join_unjudged
+from tlt_hpc.rl.ahead_generation import longest_ahead_texts
+from tlt_hpc.rl.draws import gather_rollouts
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout.acceptance import DraftCounts
 from tlt_hpc.rollout.rounds import EngineCounts
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.run.job import Job, build_job
-from tlt_hpc.run.kept import drop_kept
+from tlt_hpc.run.kept_responses import remove_kept_responses
 from tlt_hpc.run.rollout_loop import RollingReporter, RolloutOutcome, close_feature_cache, roll_out
 from tlt_hpc.run.saving import (
+    agree_to_continue,
     begin_drafter_save_if_due,
     drop_steps_after,
     reserve_copy,
     resume,
     save_at_end,
     save_checkpoint,
-    should_continue,
     write_final_drafter,
 )
 from tlt_hpc.storage.folder import RunFolder, rank_of, sync
@@ -68,13 +68,13 @@ logger = logging.getLogger(__name__)
 class Reporter(RollingReporter, Protocol):
     """Shows a run to its user; called on rank 0 only."""
 
-    def replayed(self, step: int) -> None: ...
+    def show_replayed_step(self, step: int) -> None: ...
 
-    def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None: ...
+    def show_start(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None: ...
 
-    def stepped(self, line: Line) -> None: ...
+    def show_step(self, line: Line) -> None: ...
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def show_evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ class RunResult:
     """Empty unless a signal or a vote ended the run early."""
 
 
-def run(config: Config, world: World, reporter: Reporter, follow: Callable[[int], None] | None = None) -> RunResult:
+def run_training(
+    config: Config, world: World, reporter: Reporter, follow: Callable[[int], None] | None = None
+) -> RunResult:
     """Collective. Run, or resume, the job that ``config`` describes.
 
     Args:
@@ -110,43 +112,43 @@ def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporte
     """Collective. Take the steps that are left; yields None before each of them, and at last the run's result.
 
     Raises:
-        ValueError: as ``run``.
+        ValueError: as ``run_training``.
     """
     config, world = job.config, job.world
     evaluation = read_exam_all_ranks(config, world, job.decoder.shape, job.tokenizer)
-    saved, step = resume(job, reporter.replayed)
+    saved, step = resume(job, reporter.show_replayed_step)
     first = step
     reserve_copy(job)
     if world.rank == 0:
         memory = job.engine.memory_table() | (job.drafting.spot.memory_table() if job.drafting else {})
-        reporter.started(config, step, memory)
+        reporter.show_start(config, step, memory)
     if saved < step:  # so that nothing is replayed twice
         saved = save_checkpoint(job, step, saved)
-    agree_on_owner(world, job.folder.status, BEAT.start)
-    world.once(lambda: drop_replaced(job, step))
+    check_owner_all_ranks(world, job.folder.status, BEAT.start_name)
+    world.run_first_and_broadcast(lambda: remove_replaced_step_files(job, step))
     judged = evaluate_and_track(job, evaluation, follow, step, reporter)
     timer = PhaseTimer()
     while step < config.run.num_steps:
         yield None
-        if not should_continue(world, job.checkpoints):
+        if not agree_to_continue(world, job.checkpoints):
             break
         if not take_step(job, step, reporter, is_saved=saved == step, timer=timer):
             break
         step += 1
-        with timer.between_steps("save_checkpoint"):
+        with timer.recording_span("save_checkpoint"):
             if step % config.checkpoint.every_steps == 0:
                 saved = save_checkpoint(job, step, saved)
             else:
                 begin_drafter_save_if_due(job, step)
-        with timer.between_steps("testing"):
+        with timer.recording_span("testing"):
             judged = evaluate_and_track(job, evaluation, follow, step, reporter)
     stop, is_saved = save_at_end(job, saved, step)
     finished = step >= config.run.num_steps and judged and is_saved
     digest = ""
     if finished:
-        world.once(lambda: write_final_drafter(job.folder, job.drafting))
+        world.run_first_and_broadcast(lambda: write_final_drafter(job.folder, job.drafting))
         digest = job.policy.gather_weights_sha256()  # gathers the whole policy
-        world.once(lambda: record_finished(job.folder.finished, step, digest))
+        world.run_first_and_broadcast(lambda: record_finished(job.folder.finished, step, digest))
     yield RunResult(first, step, finished, digest, world.flag.reason if stop and not finished else "")
 
 
@@ -156,7 +158,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     ``is_saved``, alike on all ranks: there is a checkpoint of this step already, so a stop leaves nothing to save.
     ``timer`` has recorded what happened since the step before.
     """
-    BEAT.at_step(step)
+    BEAT.enter_step(step)
     timer = timer or PhaseTimer()
     shows = job.world.rank == 0
     with timer("gen"):
@@ -169,15 +171,15 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         return False
     with ExitStack() as merge:
         with timer("refresh"):
-            merge.enter_context(merging(job, tail.use.trains))
+            merge.enter_context(merging_drafters(job, tail.use.trains))
         if shows:
-            reporter.phase(step, "reward")
+            reporter.show_phase(step, "reward")
         with timer("reward"):
             rewards = tail.scorer.judge_and_wait_for_rewards(tail.rollouts)
-            check_judged(job.world, step, tail)
-            rollouts, scores = gather_step(job, tail.rollouts, rewards)
+            check_responses_judged(job.world, step, tail)
+            rollouts, scores = gather_step_rollouts(job, tail.rollouts, rewards)
         if shows:
-            reporter.phase(step, "update")
+            reporter.show_phase(step, "update")
         # the merge has no other MPI call to make progress in while torch communicates
         with timer("update_actor"), job.pulse.progressing():
             job.engine.release_pages()
@@ -190,16 +192,16 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
             job.load_policy(step + 1)
     advantages_of = {rollouts[i].key: a for i, a in zip(update.trained, update.advantages, strict=True)}
     advantages = np.array([advantages_of.get(rollout.key, np.nan) for rollout in tail.rollouts], np.float32)
-    record = make_record(job, step, tail, rewards, advantages, timer)
+    record = make_step_record(job, step, tail, rewards, advantages, timer)
     merged = job.drafting.spot.merge_report if job.drafting else None
     line: Line = {
-        **gather_step_metrics(job.world, record, update, merged, timer.take()),
+        **gather_step_metrics(job.world, record, update, merged, timer.take_phase_seconds()),
         "drafter/why": tail.use.why if job.drafting or tail.use.ahead else "no learned drafter",
     }
     job.plan.add_step_metrics(line)
-    log_step(job.world, job.folder, step, record, line)
+    write_step_logs(job.world, job.folder, step, record, line)
     if shows:
-        reporter.stepped(line)
+        reporter.show_step(line)
         if warning := job.mismatch.warning_for_step(line[PROBS_DIFF], line[K3]):
             logger.warning("step %d: %s", step + 1, warning)
     return True
@@ -213,14 +215,14 @@ def merge_for_checkpoint(job: Job, step: int, tail: RolloutOutcome, reporter: Re
     if job.world.agree_to_stop() is Stop.KILL:
         return
     if job.world.rank == 0:
-        reporter.phase(step, "stopping: saving a checkpoint")
-    with merging(job, tail.use.trains):
+        reporter.show_phase(step, "stopping: saving a checkpoint")
+    with merging_drafters(job, tail.use.trains):
         pass
 
 
 @contextmanager
-def merging(job: Job, trains_drafter: bool) -> Iterator[None]:
-    """Collective. Merge the ranks' drafters, as ``SpotTrainer.merging``, and load the merged one into the engine.
+def merging_drafters(job: Job, trains_drafter: bool) -> Iterator[None]:
+    """Collective. Merge the ranks' drafters (``SpotTrainer.merging_drafters``) and load the merged one into the engine.
 
     Does nothing in a step that trains none.
     """
@@ -229,12 +231,12 @@ def merging(job: Job, trains_drafter: bool) -> Iterator[None]:
         return
     if sums_on_gpus():
         job.engine.release_pages()  # the merge needs memory, too
-    with job.drafting.spot.merging(job.world):
+    with job.drafting.spot.merging_drafters(job.world):
         yield
     job.load_engine_drafter()
 
 
-def drop_replaced(job: Job, step: int) -> None:
+def remove_replaced_step_files(job: Job, step: int) -> None:
     """Remove what steps from ``step`` on are about to write again, unless none is to be done; on rank 0."""
     if step < job.config.run.num_steps and not job.world.stop_requested:
         # logs that are about to be replaced are no committed step's
@@ -242,34 +244,34 @@ def drop_replaced(job: Job, step: int) -> None:
         job.folder.finished.unlink(missing_ok=True)  # of fewer steps
 
 
-def log_step(world: World, folder: RunFolder, step: int, record: StepRecord, line: Line) -> None:
+def write_step_logs(world: World, folder: RunFolder, step: int, record: StepRecord, line: Line) -> None:
     """Collective. Write each rank's log of a step, then the step's line."""
-    agree_on_owner(world, folder.status, BEAT.start)
+    check_owner_all_ranks(world, folder.status, BEAT.start_name)
     world.run_on_all_ranks(lambda: write_step(folder.rollout_log(step, world.rank), record))
-    world.once(lambda: commit(folder, world.size, step, line))
+    world.run_first_and_broadcast(lambda: commit_step(folder, world.size, step, line))
 
 
-def commit(folder: RunFolder, num_ranks: int, step: int, line: Line) -> None:
+def commit_step(folder: RunFolder, num_ranks: int, step: int, line: Line) -> None:
     """Commit a step by its line, once every rank's log is there; on rank 0.
 
     Raises:
         UserError, WriteError: the folder is another start's by now, or it cannot be written.
     """
-    confirm = partial(check_owner, folder.status, BEAT.start)
+    confirm = partial(check_owner, folder.status, BEAT.start_name)
     confirm()
     drop_foreign_logs(folder, num_ranks, step)
     # again: a start that was stopped for long meanwhile would remove the lines of the one that has taken over
     add_line(folder.metrics, line, confirm)
-    drop_kept(folder)
+    remove_kept_responses(folder)
 
 
-def check_judged(world: World, step: int, tail: RolloutOutcome) -> None:
+def check_responses_judged(world: World, step: int, tail: RolloutOutcome) -> None:
     """Collective. Warn of responses that could not be judged, and end a run that has no others.
 
     Raises:
         UserError: on all ranks.
     """
-    found = joined(world.allgather(tail.scorer.unjudged(tail.rollouts)))
+    found = join_unjudged(world.allgather(tail.scorer.find_unjudged(tail.rollouts)))
     if not found.total:
         return
     if found.total == found.num_responses:
@@ -287,13 +289,13 @@ def check_judged(world: World, step: int, tail: RolloutOutcome) -> None:
 # -- reward and update ----------------------------------------------------------------------------------------------
 
 
-def gather_step(
+def gather_step_rollouts(
     job: Job, rollouts: Sequence[Rollout], rewards: NDArray[np.float32]
 ) -> tuple[list[Rollout], NDArray[np.float32]]:
     """Collective. Return all ranks' rollouts and rewards; the engine gets the texts generated ahead for its prompts."""
     texts = job.engine.ahead.take_finished_texts()  # the same on all ranks of a replica: one of them sends
-    found = gather(job.world, rollouts, rewards, texts if job.replica.index == 0 else {})
-    job.engine.draft_from(longest_texts(found.texts, lambda key: job.replica_of(key) == job.replica.number))
+    found = gather_rollouts(job.world, rollouts, rewards, texts if job.replica.index == 0 else {})
+    job.engine.set_stored_texts(longest_ahead_texts(found.texts, lambda key: job.replica_of(key) == job.replica.number))
     return found.rollouts, found.rewards
 
 
@@ -315,32 +317,32 @@ def evaluate_if_due(job: Job, evaluation: Exam | None, step: int, reporter: Repo
     every = job.config.evaluation.every_steps
     if evaluation is None or not step or (step % every and step < job.config.run.num_steps):
         return True
-    line = job.world.once(lambda: read_lines(job.folder.metrics, step - 1).get(step - 1))
+    line = job.world.run_first_and_broadcast(lambda: read_lines(job.folder.metrics, step - 1).get(step - 1))
     if line is None or TESTING in line:
         return True
     if job.world.rank == 0:
-        reporter.phase(step - 1, "evaluation")
+        reporter.show_phase(step - 1, "evaluation")
 
     def show(roster: Roster) -> None:
         left = sum(status.sequences_left for status in roster.statuses)
-        reporter.phase(step - 1, f"evaluation, {count(left, 'response')} left")
+        reporter.show_phase(step - 1, f"evaluation, {format_count(left, 'response')} left")
 
-    metrics = evaluate_policy(job, evaluation, step, show)
+    metrics = evaluate_policy_all_ranks(job, evaluation, step, show)
     if metrics is not None:
         with_figures = {**line, **metrics}
-        job.world.once(lambda: add_figures(job.folder, with_figures))
+        job.world.run_first_and_broadcast(lambda: write_evaluation_figures(job.folder, with_figures))
         if job.world.rank == 0:
-            reporter.evaluated(step, metrics)
+            reporter.show_evaluation(step, metrics)
     return metrics is not None
 
 
-def add_figures(folder: RunFolder, line: Line) -> None:
+def write_evaluation_figures(folder: RunFolder, line: Line) -> None:
     """Replace a step's line by one with an evaluation's figures; on rank 0.
 
     Raises:
-        UserError, WriteError: as ``commit``.
+        UserError, WriteError: as ``commit_step``.
     """
-    confirm = partial(check_owner, folder.status, BEAT.start)
+    confirm = partial(check_owner, folder.status, BEAT.start_name)
     confirm()
     replace_line(folder.metrics, line, confirm)
 
@@ -348,7 +350,7 @@ def add_figures(folder: RunFolder, line: Line) -> None:
 # -- records --------------------------------------------------------------------------------------------------------
 
 
-def make_record(
+def make_step_record(
     job: Job,
     step: int,
     tail: RolloutOutcome,
@@ -378,7 +380,7 @@ def make_record(
         strategy_names=tuple(counts.strategies),
         strategy_rounds=rounds,
         strategy_tokens=tokens,
-        decisions=decisions_of(counts),
+        decisions=strategy_decisions(counts),
         spans=counts.spans,
         phases=(*(PhaseSpan(*span) for span in timer.take_spans()), *(PhaseSpan(AHEAD, *s) for s in tail.ahead_spans)),
         guarded_near_ties=counts.num_guarded,
@@ -398,7 +400,7 @@ def make_record(
             **tail.scorer.metrics(),
             **timer.take_cpu(),
             **(drafter_metrics(job.drafting.spot, tail.use.trains) if job.drafting else {}),
-            **(own_drafts(job.engine.settings, counts).to_metrics() if job.drafting else {}),
+            **(learned_drafter_counts(job.engine.settings, counts).to_metrics() if job.drafting else {}),
         },
     )
 
@@ -414,13 +416,13 @@ def drafter_metrics(spot: SpotTrainer, trains: bool) -> dict[str, float]:
     }
 
 
-def own_drafts(settings: EngineSettings, counts: EngineCounts) -> DraftCounts:
+def learned_drafter_counts(settings: EngineSettings, counts: EngineCounts) -> DraftCounts:
     """Counts of the learned drafter's drafts, by all its strategies together."""
     families = {strategy.family for strategy in settings.strategies if strategy.has_drafter}
     return DraftCounts.total(counts.drafts[family] for family in sorted(families & counts.drafts.keys()))
 
 
-def decisions_of(counts: EngineCounts) -> NDArray[np.int32]:
+def strategy_decisions(counts: EngineCounts) -> NDArray[np.int32]:
     """Live sequences and index of the strategy [D, 2] of every round."""
     spans = counts.spans
     columns = np.stack([spans.num_live, spans.strategy_index.astype(np.int32)], 1)

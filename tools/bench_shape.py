@@ -78,7 +78,7 @@ def random_decoder(shape: ModelShape, dtype: torch.dtype, device: torch.device, 
         empty = torch.empty(sizes, dtype=dtype, device=device)
         return empty.fill_(1.0) if name.endswith("norm.weight") else empty.normal_(0.0, 0.02, generator=generator)
 
-    decoder.load(((name, values(name, cut.sizes)) for name, cut in decoder.weight_cuts().items()), 0)
+    decoder.load_weights(((name, values(name, cut.sizes)) for name, cut in decoder.weight_cuts().items()), 0)
     return decoder
 
 
@@ -111,12 +111,12 @@ def measure(decoder: Decoder, batch: int, response: int, repeats: int) -> tuple[
     engine.calibrate(requests_of(random_prompts(decoder.shape.vocab_size, 1, PROMPT_TOKENS, 99), 99))
     for repeat in range(repeats + 1):
         engine.submit(requests_of(random_prompts(decoder.shape.vocab_size, batch, PROMPT_TOKENS, repeat), repeat))
-        while engine.has_waiting:
+        while engine.may_prefill:
             engine.step()
         engine.take_counts()
         seconds.append(timed(device, partial(run_all, engine)))
         num_tokens = engine.take_counts().num_tokens
-        engine.collect()
+        engine.take_finished_rollouts()
     engine.close()  # the next one needs the memory
     return statistics.median(seconds[1:]), num_tokens
 

@@ -29,7 +29,7 @@ from bench_shape import requests_of, run_all
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.records import Request, SampleKey, Stream
-from tlt_hpc.plan.plan_options import at_least_one, at_least_one_each
+from tlt_hpc.plan.plan_options import parse_positive_integer, parse_positive_integers
 
 SEQUENCES_PER_ROW, LEAST_SEQUENCES = 4, 16
 """By default so many that the end of the rollout, with few left, does not decide the rate."""
@@ -42,18 +42,18 @@ def bench_strategies(options: argparse.Namespace) -> None:
     from tlt_hpc.config import load_config
     from tlt_hpc.mpi.world import World
     from tlt_hpc.plan.inputs import read_assets_once
-    from tlt_hpc.run.session import load_folder, open_session
+    from tlt_hpc.run.session import load_model_weights, open_session
 
     config, world = load_config(options.config, options.overrides), World.connect()
     assets = read_assets_once(config, 1, world.node_group)
     with closing(open_session(config, world, assets)) as session:
-        load_folder(session)
+        load_model_weights(session)
         for batch in options.batches:
             usual = max(LEAST_SEQUENCES, SEQUENCES_PER_ROW * batch)
             size = batch * (options.sequences_per_row or 0) or usual
 
             def draw(step: int, size: int = size) -> list[Request]:
-                prompts = chain.from_iterable(assets.prompts.batch(i) for i in count(step))
+                prompts = chain.from_iterable(assets.prompts.read_step_prompts(i) for i in count(step))
                 return requests_of((prompt.tokens for prompt in islice(prompts, size)), step, Stream.EVALUATION)
 
             compare_strategies(session, batch, [draw(FIRST_STEP * (turn + 1)) for turn in range(options.repeats + 1)])
@@ -86,7 +86,7 @@ def compare_strategies(session: Any, batch: int, turns: list[list[Request]]) -> 
             engine.submit(requests)
             run_all(engine)
             taken = time.perf_counter() - start
-            texts = {response.key: response.response_tokens for response in engine.collect()}
+            texts = {response.key: response.response_tokens for response in engine.take_finished_rollouts()}
             if not turn:
                 engine.take_counts()
                 continue
@@ -109,9 +109,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--batches", type=at_least_one_each, default=[1, 8, 32])
-    parser.add_argument("--repeats", type=at_least_one, default=5)
-    parser.add_argument("--sequences-per-row", type=at_least_one, help="1: all start together, the batch shrinks")
+    parser.add_argument("--batches", type=parse_positive_integers, default=[1, 8, 32])
+    parser.add_argument("--repeats", type=parse_positive_integer, default=5)
+    parser.add_argument(
+        "--sequences-per-row", type=parse_positive_integer, help="1: all start together, the batch shrinks"
+    )
     bench_strategies(parser.parse_args())
 
 

@@ -32,10 +32,10 @@ from tlt_hpc.common.script import run_script
 import torch
 from torch import Tensor
 
-from tlt_hpc.cluster.device import fix_workspaces
+from tlt_hpc.cluster.device import set_cublas_workspaces
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.kernels import attention, dispatch, gumbel, linear, pointwise
-from tlt_hpc.kernels.dispatch import deterministic
+from tlt_hpc.kernels.dispatch import deterministic_operations
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.kernels.varlen import varlen_kernel
 from tlt_hpc.models.documents import attend_documents
@@ -354,7 +354,7 @@ def check_update(device: torch.device) -> bool:
     table, up, weight = (torch.nn.Parameter(draw(*size, dtype=dtype, device=device)) for size in sizes)
     head = _Head(weight)
 
-    @deterministic()
+    @deterministic_operations()
     def gradients() -> list[Tensor]:
         table.grad = up.grad = weight.grad = None
         x = torch.nn.functional.embedding(tokens, table)
@@ -372,7 +372,7 @@ def check_update(device: torch.device) -> bool:
 def check_pool(device: torch.device) -> bool:
     """Return True if memory of a page pool can be given back, and a graph finds it again."""
     memory, graphs = PoolMemory(device), GraphPool(device)
-    x = memory.zeros(1 << 28, dtype=torch.uint8)
+    x = memory.allocate_zeros(1 << 28, dtype=torch.uint8)
     graphs.capture("add", lambda: (x.add_(1)[:1],), (), (x,))
     graphs.replay("add", ())
     memory.release()
@@ -380,7 +380,7 @@ def check_pool(device: torch.device) -> bool:
     del given_back
     memory.restore()
     graphs.replay("add", ())
-    right = bool((x == 1).all()) and memory.gives_back
+    right = bool((x == 1).all()) and memory.is_releasable
     memory.close()
     print(f"page pool: {'given back and found again' if right else 'WRONG, or CUDA cannot give it back'}")
     return right
@@ -390,7 +390,7 @@ def check_on_gpu() -> int:
     """Run and time all cases and checks; returns 1 if one is wrong."""
     from triton.testing import do_bench_cudagraph
 
-    fix_workspaces(os.environ)
+    set_cublas_workspaces(os.environ)
     device = torch.device("cuda")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

@@ -47,7 +47,7 @@ from tlt_hpc.run.job import Job, build_job
 from tlt_hpc.run.rollout_loop import close_feature_cache, roll_out
 from tlt_hpc.run.saving import begin_save, reserve_copy, resume
 from tlt_hpc.run.session import choose_device
-from tlt_hpc.train import gather_step, merging
+from tlt_hpc.train import gather_step_rollouts, merging_drafters
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 SHORT = (
@@ -140,7 +140,7 @@ def measure(config: Config, world: World) -> dict[str, int]:
         job = build_job(config, world)
     try:
         job.engine._rows.ends.fill_(-1)  # no end token: responses run to their full length
-        resume(job, StepReporter(Screen(False)).replayed)
+        resume(job, StepReporter(Screen(False)).show_replayed_step)
         reserve_copy(job)
         for step in range(STEPS):
             take_step(job, step, meter)
@@ -165,12 +165,12 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
     if job.world.size > job.replica.size:  # else no rank waits for another, and none trains
         with meter.phase("tail"):
             for _ in range(MICRO_STEPS):
-                job.drafting.spot.micro_step()
+                job.drafting.spot.take_micro_step()
     close_feature_cache(job.drafting, tail.stopped)
-    rollouts, scores = gather_step(job, tail.rollouts, tail.scorer.judge_and_wait_for_rewards(tail.rollouts))
+    rollouts, scores = gather_step_rollouts(job, tail.rollouts, tail.scorer.judge_and_wait_for_rewards(tail.rollouts))
     job.engine.release_pages()
     with meter.phase("update"):
-        with merging(job, tail.use.trains):
+        with merging_drafters(job, tail.use.trains):
             update_policy(job.config, job.policy, rollouts, scores)
         job.load_policy(step + 1)
     with meter.phase("save"):

@@ -28,7 +28,7 @@ from tlt_hpc.common.script import run_script
 import numpy as np
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.printable import as_text
+from tlt_hpc.common.printable import escape_spreadsheet_cell
 from tlt_hpc.common.records import MicroStepRecord, PhaseSpan
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import GIVE_OUTPUT, check_writable
@@ -132,7 +132,7 @@ def line_parts(run: RunLog, steps: list[int]) -> Iterator[Part]:
 def table_parts(run: RunLog, table: str, steps: list[int]) -> Iterator[Part]:
     """One part for each file."""
     for step in (step for step in steps if step in run.steps):
-        for rank in run.records(step):
+        for rank in run.read_rank_records(step):
             part = TABLES[table](rank)
             count = len(next(iter(part.values())))
             yield {"step": np.full(count, step + 1), "rank": np.full(count, rank.rank), **part}
@@ -149,7 +149,7 @@ def trace_events(run: RunLog, steps: Sequence[int]) -> Iterator[Event]:
     """
     named, zero = set[int](), None
     for step in steps:
-        for summary in run.ranks(step):
+        for summary in run.read_rank_summaries(step):
             first = min([summary.timing.start_seconds, *(phase.start_seconds for phase in summary.phases)])
             zero = float(int(first)) - 1.0 if zero is None else zero  # clocks of nodes differ a little
             if summary.rank not in named:
@@ -194,10 +194,13 @@ def put_csv(path: Path, parts: Iterator[Part]) -> int:
         writer = csv.writer(file)
         for part in parts:
             if not has_head:
-                writer.writerow(map(as_text, part))
+                writer.writerow(map(escape_spreadsheet_cell, part))
                 has_head = True
             columns = (column.tolist() if isinstance(column, np.ndarray) else column for column in part.values())
-            texts = [[as_text(cell) if isinstance(cell, str) else cell for cell in column] for column in columns]
+            texts = [
+                [escape_spreadsheet_cell(cell) if isinstance(cell, str) else cell for cell in column]
+                for column in columns
+            ]
             rows = list(zip(*texts, strict=True))
             writer.writerows(rows)
             num_rows += len(rows)

@@ -20,19 +20,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 PLACES = {
     "rollout": "tlt_hpc.rollout.engine RolloutEngine.step",
-    "spot training": "tlt_hpc.drafting.spot SpotTrainer.micro_step",
+    "spot training": "tlt_hpc.drafting.spot_trainer SpotTrainer.take_micro_step",
     "merge": "tlt_hpc.drafting.merge Merge.wait_and_assign_mean",
     "append": "tlt_hpc.storage.feature_writer FeatureCacheWriter.append",
-    "keep": "tlt_hpc.run.kept write_kept",
+    "keep": "tlt_hpc.run.kept_responses write_kept_responses",
     "log": "tlt_hpc.train write_step",
     "commit": "tlt_hpc.train add_line",
-    "committed": "tlt_hpc.train drop_kept",
-    "checkpoint": "tlt_hpc.checkpoint.save write_file",
+    "committed": "tlt_hpc.train remove_kept_responses",
+    "checkpoint": "tlt_hpc.checkpoint.save write_safetensors_file",
     "update": "tlt_hpc.rl.policy Policy.update",
     "replay": "tlt_hpc.run.replay update_policy",
-    "resume": "tlt_hpc.run.rollout_loop open_keeper",
-    "ahead": "tlt_hpc.rl.ahead AheadGeneration.generate_ahead_slice",
-    "gather": "tlt_hpc.train gather",
+    "resume": "tlt_hpc.run.rollout_loop open_keeper_read_kept",
+    "ahead": "tlt_hpc.rl.ahead_generation AheadGeneration.generate_ahead_slice",
+    "gather": "tlt_hpc.train gather_rollouts",
 }
 """Functions before or after whose call a rank ends."""
 OF_AHEAD = "ahead"
@@ -87,9 +87,9 @@ if __name__ == "__main__":
 
         begin(own)
     else:
-        from tlt_hpc.run import kept
+        from tlt_hpc.run import kept_responses
 
-        kept.EVERY_SECONDS = 0.2
+        kept_responses.EVERY_SECONDS = 0.2
     if "TLT_FAULT" in os.environ:
         where, rank, number = os.environ["TLT_FAULT"].split(":")
         if own == int(rank):

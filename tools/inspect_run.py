@@ -22,11 +22,11 @@ from tlt_hpc.common.script import run_script
 
 # isort: split
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import LINES_BYTES, DamagedText, os_error_text, parse_object, read_bytes, read_toml
-from tlt_hpc.common.words import count
+from tlt_hpc.common.files import LINES_BYTES, DamagedText, os_error_text, parse_json_object, read_bytes, read_toml
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.look.columns import COLUMNS, STEP_TABLE
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.words import listed
+from tlt_hpc.look.text_format import join_names
 from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.records import read_environments, read_finished
@@ -56,10 +56,10 @@ def inspect(options: argparse.Namespace) -> int:
     num_files = sum(len(run.files(step)) for step in run.logged_steps)
     how = "read whole, with their checksums" if options.check else "opened; their payload was not read"
     print(
-        f"{count(num_files, 'log')} {how}, {count(len(run.lines), 'line')} of metrics and the small files; checkpoints "
-        "and feature caches are not checked."
+        f"{format_count(num_files, 'log')} {how}, {format_count(len(run.lines), 'line')} of metrics and the small "
+        "files; checkpoints and feature caches are not checked."
     )
-    print(f"Not sound: {count(len(found), 'fault')}." if found else "All of these are sound.")
+    print(f"Not sound: {format_count(len(found), 'fault')}." if found else "All of these are sound.")
     for fault in found:
         print(f"  {fault}")
     for step in run.logged_steps:
@@ -110,13 +110,13 @@ def _faults_of_lines(run: RunLog) -> Iterator[str]:
             yield f"{path}:{number} is of step {step + 1}, and the line before it of step {before + 1}"
         before = step
         if missing := [name for name in ALWAYS if name not in line]:
-            yield f"{path}:{number} has no {listed(missing)}"
+            yield f"{path}:{number} has no {join_names(missing)}"
     if found.torn:
         yield f"{path}:{found.torn[0]} is cut off; the next start leaves it out"
 
 
 def _read_object(path: Path) -> object:
-    return parse_object(read_bytes(path))
+    return parse_json_object(read_bytes(path))
 
 
 def _faults_of_documents(folder: RunFolder) -> list[str]:

@@ -34,7 +34,7 @@ from tlt_hpc.extras.report.analysis.survey import Survey, run_survey
 from tlt_hpc.extras.report.analysis.throughput import THROUGHPUT
 from tlt_hpc.extras.report.analysis.timeline import analyse_timeline
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.plan.plan_options import at_least_one
+from tlt_hpc.plan.plan_options import parse_positive_integer
 from tlt_hpc.storage.folder import GIVE_OUTPUT, check_writable
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=NAMES)
     parser.add_argument("run", metavar="RUN", type=Path, nargs="+", help="a run's folder; to compare: two or more")
     parser.add_argument("--step", metavar="N", type=int, help="of the timeline, from 1 (default: the last whole one)")
-    parser.add_argument("--last", metavar="N", type=at_least_one, help="look at the last N steps alone (default: all)")
+    parser.add_argument(
+        "--last", metavar="N", type=parse_positive_integer, help="look at the last N steps alone (default: all)"
+    )
     parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write (default: RUN/figures)")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON, too; - for standard output")
     parser.add_argument("--theme", choices=("light", "dark"), default="light", help="default: light")
@@ -103,7 +105,7 @@ def draw(what: str, found: Any, folder: Path, theme: str) -> list[Path]:
     with style.themed(theme):
         figure = drawings[what](found)
         figure.suptitle(f"{found.run}: {what}", x=0.01, ha="left", fontsize=12, fontweight="bold")
-        return style.save(figure, folder, f"{what}-{theme}")
+        return style.save_figure(figure, folder, f"{what}-{theme}")
 
 
 def write_json(tree: dict[str, Any], place: str) -> None:

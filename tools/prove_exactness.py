@@ -41,15 +41,15 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.folder import DTYPES, decoding_dtype, folder_weights
+from tlt_hpc.models.folder import DTYPES, decoding_dtype, read_folder_weights
 from tlt_hpc.models.shape import ModelShape, read_shape
-from tlt_hpc.models.tokenizer import embedded, load_tokenizer
+from tlt_hpc.models.tokenizer import load_tokenizer, package_asset_folder
 from tlt_hpc.models.weight_files import end_token_ids
 from tlt_hpc.rollout.device_cache import AttentionKind
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.settings import EngineSettings
-from tlt_hpc.rollout.strategy import STORED, strategy_named
+from tlt_hpc.rollout.strategy import STORED, parse_strategy
 
 Texts = dict[SampleKey, NDArray[np.int32]]
 MOST_TOKENS, MOST_PROMPT = 512, 16
@@ -78,7 +78,7 @@ class Model:
         return load_drafter(EMBEDDED_MODEL, decoder, "the embedded drafter")
 
 
-TINY = Model(embedded("tiny"), 20)
+TINY = Model(package_asset_folder("tiny"), 20)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ WAYS = (
 
 def requests(num_responses: int, model: Model = TINY) -> list[Request]:
     """Groups of eight responses to problems of the embedded task; of a family, to random prompts."""
-    source, tokenizer = random.Random("exactness"), load_tokenizer(embedded("tiny"))
+    source, tokenizer = random.Random("exactness"), load_tokenizer(package_asset_folder("tiny"))
     made = []
     for draw in range(-(-num_responses // 8)):
         if model.family:
@@ -146,12 +146,12 @@ def make_engine(way: Way, device: torch.device, dtype: torch.dtype, model: Model
         kv_bytes=(num_pages + 1) * page_bytes(shape, way.page_size, dtype, 1) if num_pages else 0,
         page_size=way.page_size,
         prefill_tokens=way.prefill_tokens,
-        strategies=(*map(strategy_named, way.strategies), *(STORED if way.ahead is not None else ())),
+        strategies=(*map(parse_strategy, way.strategies), *(STORED if way.ahead is not None else ())),
         chooser=way.chooser,
         attention="paged-kernel" if half else way.attention,
     )
     engine = RolloutEngine(decoder, settings, drafter)
-    engine.load_policy(folder_weights(model.folder), 0)
+    engine.load_policy(read_folder_weights(model.folder), 0)
     engine.load_drafter(model.drafter(decoder).state_dict())
     return engine
 
@@ -173,7 +173,7 @@ def generate(
     run_all(engine)
     seconds = time.perf_counter() - start
     counts = engine.take_counts()
-    found = {rollout.key: [rollout.response_tokens] for rollout in engine.collect()}
+    found = {rollout.key: [rollout.response_tokens] for rollout in engine.take_finished_rollouts()}
     for key, text in ahead.items():
         found[key].append(text)
     engine.close()
@@ -183,14 +183,14 @@ def generate(
 def texts_ahead(engine: RolloutEngine, wanted: list[Request], change: float, model: Model) -> Texts:
     """Texts that most of the responses have under changed weights, some of them cut short."""
     source = torch.Generator().manual_seed(0)
-    weights = dict(folder_weights(model.folder))
+    weights = dict(read_folder_weights(model.folder))
     moved = {n: w + change * w.abs().mean() * torch.randn(w.shape, generator=source) for n, w in weights.items()}
     engine.load_policy(moved.items(), 1)
     engine.submit_ahead(wanted)
     while len(engine.ahead.waiting) > len(wanted) // 10:
         engine.step()
     engine.abort()
-    engine.ahead.end()
+    engine.ahead.end_and_keep_texts()
     engine.load_policy(weights.items(), 2)
     return engine.ahead.take_finished_texts()
 
@@ -203,19 +203,19 @@ def generate_ahead(engine: RolloutEngine, wanted: list[Request], stored: Texts) 
     """
     source, complete, size = random.Random(len(wanted)), dict[SampleKey, Any](), 96
     for start in range(0, len(wanted), size):
-        engine.draft_from(source.choice([stored, {**stored, **complete}, {**stored, **complete}, {}]))
+        engine.set_stored_texts(source.choice([stored, {**stored, **complete}, {**stored, **complete}, {}]))
         engine.submit(wanted[start : start + size])
         following = [one for one in wanted[start + size : start + 2 * size] if one.key not in complete]
         engine.submit_ahead(source.sample(following, min(len(following), size // 2)))
         run_all(engine)
-        while engine.has_ahead and source.random() < 0.98:
+        while engine.has_ahead_work and source.random() < 0.98:
             if source.random() < 0.02:
                 engine.abort()
             engine.step()
         engine.abort()
         if source.random() < 0.3:
             unfinished = {response.request.key for response in engine.ahead.waiting}
-            engine.ahead.end()
+            engine.ahead.end_and_keep_texts()
             taken = engine.ahead.take_finished_texts()
             complete |= {key: text for key, text in taken.items() if key not in unfinished}
     return complete | engine.ahead.take_finished_texts()

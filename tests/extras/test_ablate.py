@@ -18,8 +18,8 @@ from test_environment import ENVIRONMENT
 
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.extras.ablate import ablate as study
-from tlt_hpc.extras.ablate.ablate import AblationFigures, Passes, gain_of
-from tlt_hpc.extras.ablate.ablation_plan import ARMS, Ablation, _flat, check_ranks, describe, plan_ablation
+from tlt_hpc.extras.ablate.ablate import AblationFigures, Passes, accept_length_gain
+from tlt_hpc.extras.ablate.ablation_plan import ARMS, Ablation, _flatten_config, check_ranks, describe, plan_ablation
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import add_environment, record_finished
@@ -44,9 +44,9 @@ def test_arms_differ_only_in_the_keys_that_they_are_named_after():
     }
     # a correction reads the last bits of the rollout
     common = {"run.folder": "runs/tiny-ablate", "run.num_steps": 7, "algorithm.rollout_correction": "none"}
-    theirs = _flat(config)
+    theirs = _flatten_config(config)
     for arm in ARMS:
-        ours = _flat(Ablation(config, tuple(ARMS), 7).config_of(arm))
+        ours = _flatten_config(Ablation(config, tuple(ARMS), 7).config_of(arm))
         assert {key: value for key, value in ours.items() if value != theirs[key]} == {
             "run.name": arm,
             **common,
@@ -85,14 +85,14 @@ def test_an_ablation_may_grow_but_not_change(tmp_path):
     folder.make_missing_folders()
     folder.config.write_text(to_toml(begun.config_of("tail")))
     record_finished(RunFolder(begun.config_of("tail").folder).finished, 4, "abc")
-    assert study.finished_arms(begun) == {"tail": "abc"}
+    assert study.read_finished_digests(begun) == {"tail": "abc"}
     grown = plan(tmp_path, steps=6, arms="tail,frozen")
     assert grown.arms == ("frozen", "tail")
-    assert study.finished_arms(grown) == {}, "the new steps are missing"
+    assert study.read_finished_digests(grown) == {}, "the new steps are missing"
     assert "is of 4 steps; give --steps 4 or more" in refusal(plan, tmp_path, steps=3)
     other = refusal(plan, tmp_path, "drafter.micro_step_tokens=512", steps=4)
     assert "has drafter.micro_step_tokens = 1024, now 512" in other
-    world = SimpleNamespace(size=4, once=lambda read: read())
+    world = SimpleNamespace(size=4, run_first_and_broadcast=lambda read: read())
     add_environment(folder.environment, ENVIRONMENT)
     told = "ablate/tail was begun on 12 ranks, now 4; start 12, or give another run"
     assert told in refusal(study.ablate, grown, world, nullcontext)
@@ -112,14 +112,18 @@ def test_arms_run_in_order_and_a_second_start_runs_only_the_missing_ones(tmp_pat
         record_finished(RunFolder(config.folder).finished, config.run.num_steps, "same")
         return RunResult(0, config.run.num_steps, True, "same", "")
 
-    monkeypatch.setattr(study, "run", fake_run)
-    monkeypatch.setattr(study, "measure", lambda ablation, world: {})
+    monkeypatch.setattr(study, "run_training", fake_run)
+    monkeypatch.setattr(study, "measure_accept_lengths", lambda ablation, world: {})
     world, ablation = World.connect(), plan(tmp_path, arms="plain,frozen,tail")
     assert study.ablate(ablation, world, nullcontext) is None
     for wanted in (["warm-up", "plain", "frozen", "warm-up", "frozen", "tail"], []):
         figures = study.ablate(ablation, world, nullcontext)
         assert names == wanted
-        assert figures is not None and figures.as_promised and list(figures.comparison.runs) == list(ablation.arms)
+        assert (
+            figures is not None
+            and figures.arms_equal_as_promised
+            and list(figures.comparison.runs) == list(ablation.arms)
+        )
         assert not (ablation.folder / "warm-up").exists()
         names.clear()
 
@@ -174,7 +178,7 @@ def test_the_verdict_says_which_use_of_the_tail_gains_more(tmp_path, tail, ahead
 def test_texts_that_differ_are_an_error_only_with_the_is_exact(tmp_path, is_exact, said):
     held_out = {"frozen": Passes((40, 40), (20, 22)), "tail": Passes((40, 47), (10, 12))}
     figures = figures_of(tmp_path, held_out, is_exact=is_exact, token=6, digest="other")
-    assert figures.as_promised is not is_exact
+    assert figures.arms_equal_as_promised is not is_exact
     assert figures.verdict().startswith(f"The arms differ in tokens, policy, held-out texts, {said}.")
     assert "3.955 on held-out prompts, the frozen one 1.905: +107.6 % (±" in figures.verdict()
 
@@ -186,11 +190,11 @@ def test_the_error_of_a_gain_is_its_spread_over_repetitions():
         passes = [source.randint(10, 60) for _ in range(60)]
         return Passes(tuple(round(p * source.gauss(accept_length, 0.4)) for p in passes), tuple(passes))
 
-    gains = [gain_of(draw(3.0), draw(2.0)) for _ in range(400)]
+    gains = [accept_length_gain(draw(3.0), draw(2.0)) for _ in range(400)]
     shares, errors = [gain.share for gain in gains], [gain.error for gain in gains]
     assert np.mean(shares) == pytest.approx(0.5, abs=0.01)
     assert np.mean(errors) == pytest.approx(np.std(shares), rel=0.1)
-    gain = gain_of(Passes((8,), (2,)), Passes((8,), (4,)))
+    gain = accept_length_gain(Passes((8,), (2,)), Passes((8,), (4,)))
     assert gain.share == 1.0 and math.isnan(gain.error) and gain.verb.startswith("does not differ")
 
 

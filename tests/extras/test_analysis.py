@@ -20,11 +20,11 @@ from small_run import NAMES, START, set_lines, small_record, small_run
 from tlt_hpc.common.records import NO_SPANS, PhaseSpan, RolloutTiming
 from tlt_hpc.extras.report.analysis.acceptance import ACCEPTANCE
 from tlt_hpc.extras.report.analysis.comparison import analyse_comparison
-from tlt_hpc.extras.report.analysis.kinds import KINDS, Kind, Pieces
 from tlt_hpc.extras.report.analysis.learning import analyse_learning, moving_mean
 from tlt_hpc.extras.report.analysis.lengths import LENGTHS
 from tlt_hpc.extras.report.analysis.survey import run_survey
 from tlt_hpc.extras.report.analysis.throughput import THROUGHPUT
+from tlt_hpc.extras.report.analysis.time_kinds import KINDS, Kind, Pieces
 from tlt_hpc.extras.report.analysis.timeline import analyse_timeline
 from tlt_hpc.extras.report.figures import steps
 from tlt_hpc.extras.report.figures.style import themed
@@ -133,7 +133,9 @@ def test_throughput(folder: RunFolder) -> None:
         Kind.REWARD: 0.4, Kind.UPDATE: 2.0, Kind.REFRESH: 0.5, Kind.SAVE: 0.5,
     }  # fmt: skip
     assert dict(zip(found.kinds, found.seconds[1].tolist(), strict=True)) == pytest.approx(expected)
-    assert (found.idle, found.harvested, found.rollout) == pytest.approx((15.0, 5.4, 39.0))
+    assert (found.total_idle_seconds, found.total_harvested_seconds, found.total_rollout_seconds) == pytest.approx(
+        (15.0, 5.4, 39.0)
+    )
     assert found.tokens_per_second == pytest.approx(21 / 6.5)
     assert "Ranks waited for 38 % of their time" in found.verdict
     set_lines(folder, *[{"rollout/kept_tokens": 14.0}] * 3)

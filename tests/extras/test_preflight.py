@@ -22,8 +22,8 @@ from tlt_hpc.cluster.topology import Mount, System
 from tlt_hpc.cluster.watch.diagnosis import process_state
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.extras.preflight import job_checks, mpi, system_checks
-from tlt_hpc.extras.preflight.checklist import CHECKS, SLURM_CHECKS, all_results
-from tlt_hpc.extras.preflight.program import NoAnswer, ProgramOutput, ask
+from tlt_hpc.extras.preflight.checklist import CHECKS, SLURM_CHECKS, check_job_of_options
+from tlt_hpc.extras.preflight.program import NoAnswer, ProgramOutput, run_program
 from tlt_hpc.storage.step_lines import add_line
 
 Plant = Callable[[Place], object]
@@ -101,7 +101,7 @@ def small_disk(place: Place) -> None:
 
 
 def no_mpi(place: Place) -> None:
-    place.monkeypatch.setattr(mpi, "ask", ask)
+    place.monkeypatch.setattr(mpi, "run_program", run_program)
     place.monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
 
 
@@ -110,7 +110,9 @@ def launcher(script: str, seconds: float) -> Plant:
 
     def plant(place: Place) -> None:
         file = place.command("mpiexec", script)
-        place.monkeypatch.setattr(mpi, "ask", lambda command, most, env=None: ask(command, min(most, seconds), env))
+        place.monkeypatch.setattr(
+            mpi, "run_program", lambda command, most, env=None: run_program(command, min(most, seconds), env)
+        )
         place.monkeypatch.setattr(mpi, "find_mpiexec", lambda: str(file))
 
     return plant
@@ -144,7 +146,7 @@ def no_default_partition(place: Place) -> None:
 
 
 def tmpfs(place: Place) -> None:
-    place.monkeypatch.setattr(System, "mount", lambda system, path: Mount("/", "tmpfs"))
+    place.monkeypatch.setattr(System, "find_mount", lambda system, path: Mount("/", "tmpfs"))
 
 
 def sbatch(script: str) -> Plant:
@@ -339,13 +341,13 @@ def test_in_a_step_of_a_job_srun_is_tried_and_no_mpiexec(place: Place, script: b
         asked.append(command)
         return answer_of_mpich(command, seconds)
 
-    place.monkeypatch.setattr(mpi, "ask", ask)
+    place.monkeypatch.setattr(mpi, "run_program", ask)
     place.monkeypatch.setenv("SLURM_STEP_ID", "0")
     found = place.check()["ranks talk"]
     assert found.level == "ok", found
     assert asked[-1][:4] == ["srun", "--mpi=pmi2", "--overlap", "--overcommit"] and "mpiexec" not in str(asked)
     place.monkeypatch.setenv("PATH", "/nowhere")
-    found = dict(all_results(parse([*place.command_line()[:2], *place.base()])))["ranks talk"]
+    found = dict(check_job_of_options(parse([*place.command_line()[:2], *place.base()])))["ranks talk"]
     assert found.level == "skipped" and "within a step of Slurm (SLURM_STEP_ID=0)" in found.found
 
 
@@ -361,7 +363,7 @@ def test_fix_fetches_the_model(place: Place) -> None:
         asked.append(model_id)
         shutil.copytree(kept, folder)
 
-    place.monkeypatch.setattr(job_checks, "fetch", fetch)
+    place.monkeypatch.setattr(job_checks, "download_model", fetch)
     place.set("--fix", "--model-id", "Someone/Tiny")
     found = place.check()
     assert found["model"].level == "ok" and asked == ["Someone/Tiny"]
@@ -389,7 +391,7 @@ def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
     command = ["sh", "-c", f"sleep 600 & echo $! > {pid}; sleep 600"]
     for seconds in (0.5, 5.0, 50.0):  # until the child has started
         with pytest.raises(NoAnswer, match=rf"gave no answer in {seconds:g} s; try by hand"):
-            ask(command, seconds)
+            run_program(command, seconds)
         if pid.exists() and pid.read_text():
             break
     child, end = int(pid.read_text()), time.monotonic() + 60

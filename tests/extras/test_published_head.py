@@ -41,7 +41,14 @@ from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.drafting.state import TrainedDrafter
 from tlt_hpc.evaluate import evaluate as evaluation
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.models.drafter import SETTINGS, TOKEN_IDS, Drafter, DraftLayer, layer_between, layer_of
+from tlt_hpc.models.drafter import (
+    SETTINGS,
+    TOKEN_IDS,
+    Drafter,
+    DraftLayer,
+    differing_layer_settings,
+    parse_layer_settings,
+)
 from tlt_hpc.models.drafter_file import (
     DRAFTER_FILE,
     inference_drafter,
@@ -189,14 +196,16 @@ def test_exports_of_every_rotary_and_head_size_come_back_and_draft_the_same(rota
     target.mkdir()
     (target / "config.json").write_text(json.dumps(raw))
     shape = read_shape(target)
-    settings = layer_between(shape, shape_from(raw | {"rope_scaling": None} | own, "own")) if own else DraftLayer()
-    stored = random_eagle3(shape) | settings.stored()
+    settings = (
+        differing_layer_settings(shape, shape_from(raw | {"rope_scaling": None} | own, "own")) if own else DraftLayer()
+    )
+    stored = random_eagle3(shape) | settings.to_tensors()
     (tmp_path / "own").mkdir()
     save_file(stored, tmp_path / "own" / DRAFTER_FILE)
     arguments = ["--format", kind, "--model", str(target), "--output", str(tmp_path / "out")]
     assert main(["export-drafter", str(tmp_path / "own"), *arguments]) == 0
     again = read_drafter_of_init(str(tmp_path / "out"), "eagle3", shape, embedded_folder())
-    assert again is not None and layer_of(again) == settings
+    assert again is not None and parse_layer_settings(again) == settings
     assert all(torch.equal(again[name].float(), stored[name].float()) for name in stored)
 
     drafter = make_drafter(shape, 0, torch.float32, CPU, again[TOKEN_IDS], settings)
@@ -236,10 +245,10 @@ def test_its_settings_go_through_files_and_exports(name, tmp_path, capsys):
     assert main(["export-drafter", str(tmp_path / "own"), "--format", kind, *arguments]) == 0
     again = imported(tmp_path / "out", form)
     assert again.keys() == first.keys() and SETTINGS in first
-    assert layer_of(again) == layer_of(first)
+    assert parse_layer_settings(again) == parse_layer_settings(first)
     assert all(torch.equal(again[n].float(), first[n].float()) for n in first if n != SETTINGS)
     served = load_drafter(str(tmp_path / "own"), embedded_decoder(), "test")
-    assert served.own == layer_of(first)
+    assert served.own == parse_layer_settings(first)
     capsys.readouterr()
     assert main(["export-drafter", str(tmp_path / "own"), "--format", "vllm", *arguments]) == 2
     told = capsys.readouterr().err
@@ -378,16 +387,16 @@ def test_a_drafter_of_other_settings_is_not_taken_up(tmp_path):
     warm = imported(eagle3_with_all(tmp_path / "head"), "eagle3")
 
     def trained(state: dict[str, Tensor]) -> TrainedDrafter:
-        own, ids = layer_of(state), warm["token_ids"]
+        own, ids = parse_layer_settings(state), warm["token_ids"]
         return TrainedDrafter(make_drafter(embedded_decoder().shape, 0, torch.float32, CPU, ids, own), 1e-3, 1)
 
     one = trained(warm)
-    one.start_from(warm)
-    assert torch.equal(one.state()[SETTINGS], warm[SETTINGS])
-    trained(warm).load_state(one.state())
+    one.copy_weights_from(warm)
+    assert torch.equal(one.host_state_copy()[SETTINGS], warm[SETTINGS])
+    trained(warm).load_state(one.host_state_copy())
     said = r'has the settings \{"intermediate_size":192,.*, and this run\'s \{\}; use the'
     with pytest.raises(UserError, match=said):
-        trained({}).load_state(one.state())
+        trained({}).load_state(one.host_state_copy())
 
 
 def test_a_warm_up_trains_all_of_a_head_and_keeps_its_settings(tmp_path):
@@ -406,7 +415,7 @@ def two_steps_at_once_and_in_two_starts(folder: str, head: str) -> list[str]:
         changes = [f"drafter.init={head}", "drafter.form=eagle3", "speculation.mode=frozen", "checkpoint.every_steps=1"]
         changes += ["rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=60"]
         changes += [f"run.folder={folder}", f"run.name={name}", f"run.num_steps={count}"]
-        return run.run(load_config(TINY, changes), world, Silent()).policy_sha256
+        return run.run_training(load_config(TINY, changes), world, Silent()).policy_sha256
 
     ends = [steps("whole", 2), steps("broken", 1), steps("broken", 2)]
     leave_process_group()
@@ -431,4 +440,4 @@ def test_a_run_with_a_head_resumes_is_evaluated_and_exported(tmp_path, monkeypat
     monkeypatch.setattr(evaluation, "inference_drafter", lambda *of: drafters.append(true_load(*of)) or drafters[0])
     small = ["evaluation.limit=2", "evaluation.samples=2", "rollout.max_new_tokens=40"]
     assert evaluated(tmp_path, *small, place=run_folder).num_left == 0
-    assert drafters[0].own == layer_of(wanted) and torch.equal(drafters[0].fc, wanted["fc.weight"].float())
+    assert drafters[0].own == parse_layer_settings(wanted) and torch.equal(drafters[0].fc, wanted["fc.weight"].float())

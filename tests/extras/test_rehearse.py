@@ -14,7 +14,7 @@ from slurm_training import SETTINGS
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.extras.rehearse import faults, rehearse
-from tlt_hpc.extras.rehearse.rehearse import Rehearsal, Rehearsed, Start, committed, record_end
+from tlt_hpc.extras.rehearse.rehearse import Rehearsal, Rehearsed, Start, read_step_digests, with_ended_start
 from tlt_hpc.storage.step_lines import STEP, add_line
 
 SHORT = [*SETTINGS, "run.stall_factor=0.05"]
@@ -69,11 +69,11 @@ def test_a_line_or_a_log_that_is_not_as_it_was_is_lost(tmp_path: Path, capsys: p
         folder.rollout_log(step, 0).parent.mkdir(parents=True)
         folder.rollout_log(step, 0).write_bytes(b"a log")
         add_line(folder.metrics, {STEP: step + 1, "critic/score/mean": step})
-    before = committed(folder)
-    assert record_end(rehearsal, Rehearsed([], before), 9).starts[0].lost == []
+    before = read_step_digests(folder)
+    assert with_ended_start(rehearsal, Rehearsed([], before), 9).starts[0].lost == []
     folder.rollout_log(1, 0).write_bytes(b"another")
     add_line(folder.metrics, {STEP: 3, "critic/score/mean": 0.5})
-    found = record_end(rehearsal, Rehearsed([], before), 9).starts[0]
+    found = with_ended_start(rehearsal, Rehearsed([], before), 9).starts[0]
     assert (found.lost, found.struck, found.status) == ([1, 2], True, 9)
     kill, end = Start("kill", True, 9, 1.0, 2.0, []), Start("", False, 0, 0.0, 3.0, [1, 2])
     assert rehearse.report_losses(rehearsal, Rehearsed([kill, end])) == 1
@@ -92,7 +92,7 @@ def test_a_fault_that_the_run_does_not_report_fails(
     status: int, log: str, exit_status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rehearsal = a_start(tmp_path, "kill", faults.BEGUN, faults.STRUCK, log=log)
-    state = record_end(rehearsal, Rehearsed(), status)
+    state = with_ended_start(rehearsal, Rehearsed(), status)
     ended = Rehearsed([*state.starts, Start("", False, 0, 0.0, 3.0, [])])
     assert rehearse.report_losses(rehearsal, ended) == exit_status
     assert said in capsys.readouterr().out
@@ -114,9 +114,9 @@ def test_what_a_site_does_otherwise_is_said(
     """A job that its time limit has ended, this program with it."""
     monkeypatch.setenv("BASH_FUNC_run_ranks%%", "() { :; }")
     rehearsal = a_start(tmp_path, "limit", faults.BEGUN, log=log)
-    state = record_end(rehearsal, Rehearsed(), -1)
+    state = with_ended_start(rehearsal, Rehearsed(), -1)
     assert state.starts[0].struck and state.next_fault(2) == "kill"
-    assert said in "\n".join(rehearse.differences(rehearsal, state))
+    assert said in "\n".join(rehearse.site_differences(rehearsal, state))
 
 
 def test_ranks_of_a_job_need_no_mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +124,8 @@ def test_ranks_of_a_job_need_no_mpiexec(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(rehearse, "find_mpiexec", lambda: pytest.fail("it is looked for"))
     monkeypatch.setenv("BASH_FUNC_run_ranks%%", '() { echo "started $*"; }')
     rehearsal = Rehearsal(tmp_path, str(ROOT / "jobs" / "tiny.toml"), [], 2)
-    assert rehearse.start_ranks(rehearsal, "kill", 0) == 0
-    assert rehearsal.lines(0)[0].startswith(
+    assert rehearse.run_ranks(rehearsal, "kill", 0) == 0
+    assert rehearsal.read_log_lines(0)[0].startswith(
         f"started {sys.executable} -P -m mpi4py -m tlt_hpc.extras.rehearse.rehearsed_rank train"
     )
 
@@ -149,6 +149,6 @@ def is_interrupted(rehearsal: Rehearsal, fault: str, number: int) -> int:
 def test_a_start_that_does_not_reach_its_fault_is_one_line(
     start_ranks: Any, status: int, said: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    monkeypatch.setattr(rehearse, "start_ranks", start_ranks)
+    monkeypatch.setattr(rehearse, "run_ranks", start_ranks)
     assert main(["rehearse", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path}"]) == status
     assert (tmp_path / "tiny-rehearsal").is_dir() and capsys.readouterr().err == f"tlt: {said.format(tmp_path)}\n"

@@ -24,7 +24,7 @@ from tlt_hpc.config import load_config
 from tlt_hpc.extras.report.figures.style import THEMES
 from tlt_hpc.extras.report.findings import read_findings, typical_step
 from tlt_hpc.extras.report.page import render
-from tlt_hpc.extras.report.verdict import KeyFigure, RunGain, cards, gain_of
+from tlt_hpc.extras.report.verdict import KeyFigure, RunGain, gain_of, key_figures
 from tlt_hpc.look.cost import Cost, cost_of
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.series import paired_ratio
@@ -92,7 +92,7 @@ def plain(tmp_path: Path) -> RunFolder:
 
 def cards_of(folder: RunFolder, against: RunFolder | None = None) -> dict[str, KeyFigure]:
     found = read_findings(folder.path, against.path if against else None)
-    return {card.label: card for card in cards(found, gain_of(found))}
+    return {card.label: card for card in key_figures(found, gain_of(found))}
 
 
 def gain(folder: RunFolder, against: RunFolder) -> RunGain:

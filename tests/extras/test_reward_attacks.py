@@ -19,9 +19,9 @@ from launch_ranks import ROOT
 from test_reward_server import alive, wait_until
 
 from tlt_hpc.config import RewardSection
-from tlt_hpc.extras.code_rewards.code import passes_tests
-from tlt_hpc.extras.code_rewards.sandbox.kinds import KINDS
-from tlt_hpc.extras.code_rewards.sandbox.outside import ProgramLimits, Sandbox, SandboxError, Template, check
+from tlt_hpc.extras.code_rewards.code import judge_program
+from tlt_hpc.extras.code_rewards.sandbox.isolation import KINDS
+from tlt_hpc.extras.code_rewards.sandbox.outside import ProgramLimits, Sandbox, SandboxError, Template, run_python_tests
 from tlt_hpc.rewards.answer import Verdict
 
 LIMITS = ProgramLimits(cpu_seconds=0.3, memory_bytes=2**28, output_bytes=10**6)
@@ -83,7 +83,7 @@ def test_nothing_outlives_its_answer(template: Template) -> None:
         sandbox.run(
             "import threading, time\nthreading.Thread(target=time.sleep, args=[9], daemon=True).start()", "", LIMITS
         )
-        check(template, "def f(): return 1", ["assert f() == 1"], LIMITS)
+        run_python_tests(template, "def f(): return 1", ["assert f() == 1"], LIMITS)
         inside = children_of(os.getpid()) - before
         assert inside, "the supervisor, and one that waits for it"
     wait_until(lambda: not any(map(alive, inside)))  # the entries of processes that have ended
@@ -142,7 +142,7 @@ def test_an_answer_finds_nothing_of_the_last_one(template: Template) -> None:
 def test_only_the_honest_program_is_paid(truth: str, template: Template) -> None:
     programs = {"the honest program": HONEST[truth], **FORGERIES}
     found = {
-        name: passes_tests(f"```python\n{code}\n```", truth, SETTINGS, template) for name, code in programs.items()
+        name: judge_program(f"```python\n{code}\n```", truth, SETTINGS, template) for name, code in programs.items()
     }
     assert [name for name, verdict in found.items() if verdict.reward] == ["the honest program"]
     assert found["the honest program"] == Verdict(1.0)
@@ -158,14 +158,14 @@ def behind_landlock(program: str) -> str:
         "from tlt_hpc.extras.code_rewards.sandbox.landlock import Landlock\n"
         "walls, outside = Landlock(), os.getpid()\n"
         "if pid := os.fork():\n    os.waitpid(pid, 0)\n    raise SystemExit\n"
-        "walls.build([], [])\n"
+        "walls.become_supervisor([], [])\n"
         "said, says = os.pipe()\n"
         "def trial(name, call):\n"
         "    try:\n        call()\n        os.write(says, f'{name} breached\\n'.encode())\n"
         "    except OSError:\n        os.write(says, f'{name} refused\\n'.encode())\n"
-        "if os.fork() == 0:\n    walls.enter()\n"
+        "if os.fork() == 0:\n    walls.isolate_program()\n"
     )
-    end = "    os._exit(0)\nos.wait()\nwalls.end_all()\nos.close(says)\nprint(open(said).read())\n"
+    end = "    os._exit(0)\nos.wait()\nwalls.kill_remaining_processes()\nos.close(says)\nprint(open(said).read())\n"
     lines = "".join(f"    {line}\n" for line in program.splitlines())
     done = python("-c", start + lines + end, status=None, timeout=60)
     if "landlock_create_ruleset" in done.stderr:
@@ -204,7 +204,7 @@ def test_what_a_program_leaves_is_ended() -> None:
 
 NO_LANDLOCK = (
     "from tlt_hpc.extras.code_rewards.sandbox import seccomp\n"
-    "seccomp._filter = lambda _: [(0x20, 0, 0, 0), (0x15, 0, 1, 444), seccomp._refuse(38), seccomp._PASS]\n"
+    "seccomp._filter_instructions = lambda _: [(0x20, 0, 0, 0), (0x15, 0, 1, 444), seccomp._return_error(38), seccomp._PASS]\n"
     "seccomp.install()\n"
 )
 
@@ -213,7 +213,7 @@ def sandbox_as(*prefix: str, before: str = "", kind: str = "") -> subprocess.Com
     """Run an attack and an honest program in a sandbox that a process of other rights makes."""
     program = (
         before + "from tlt_hpc.extras.code_rewards.sandbox.outside import *\n"
-        f"template = Template({kind!r}) if {kind!r} else working_template()\n"
+        f"template = Template({kind!r}) if {kind!r} else start_working_template()\n"
         "print(template.kind)\n"
         "with Sandbox(template) as s:\n"
         "    for code in ('import os; print(os.getuid(), os.listdir(\"/\"),'\n"
@@ -271,6 +271,6 @@ def test_a_program_may_wait_while_its_tests_compute(template: Template) -> None:
     )
     limits = replace(LIMITS, cpu_seconds=0.8, asleep_seconds=0.1)
     for code, failure in (("def f(n): return n", None), ("import time\ndef f(n): time.sleep(10**6)", "asleep")):
-        program, checked = check(template, code, [computing], limits)
+        program, checked = run_python_tests(template, code, [computing], limits)
         assert (program.failure, checked.failure) == (failure, None)
         assert ('"trouble": ""' in checked.output) == (failure is None)

@@ -15,12 +15,12 @@ import pytest
 from program_cases import Case, cases
 
 from tlt_hpc.config import RewardSection
-from tlt_hpc.extras.code_rewards.code import passes_tests
-from tlt_hpc.extras.code_rewards.code_tests import any_number_of_digits
+from tlt_hpc.extras.code_rewards.code import judge_program
+from tlt_hpc.extras.code_rewards.code_tests import unlimited_int_digits
 from tlt_hpc.extras.code_rewards.fences import extract_program
 from tlt_hpc.extras.code_rewards.results import same_output
-from tlt_hpc.extras.code_rewards.sandbox.outside import Template, working_template
-from tlt_hpc.extras.code_rewards.sandbox.values import literal
+from tlt_hpc.extras.code_rewards.sandbox.outside import Template, start_working_template
+from tlt_hpc.extras.code_rewards.sandbox.values import to_literal
 from tlt_hpc.rewards.answer import Failure, Verdict
 
 CODE = RewardSection(default="code", cpu_seconds=4.0)
@@ -33,7 +33,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def template() -> Iterator[Template]:
-    with closing(working_template()) as template:
+    with closing(start_working_template()) as template:
         yield template
 
 
@@ -41,7 +41,7 @@ def template() -> Iterator[Template]:
     ("seed", "every"),
     [(0, 19), pytest.param(1, 1, marks=pytest.mark.ci), pytest.param(2, 1, marks=pytest.mark.slow)],
 )
-@any_number_of_digits()
+@unlimited_int_digits()
 def test_programs_are_judged_right(template: Template, seed: int, every: int) -> None:
     chosen = list(cases(seed))[::every]
     assert len(chosen) >= 1500 // every
@@ -49,7 +49,7 @@ def test_programs_are_judged_right(template: Template, seed: int, every: int) ->
 
 
 def is_judged_right(case: Case, template: Template) -> bool:
-    verdict = passes_tests(case.response, case.truth, CODE, template, case.extra)
+    verdict = judge_program(case.response, case.truth, CODE, template, case.extra)
     if case.is_right:
         return (verdict.reward, verdict.failure, verdict.detail) == (1.0, None, "")
     return verdict.reward == 0.0 and verdict.failure != Failure.UNREADABLE
@@ -64,13 +64,13 @@ LONG = [
 ]  # fmt: skip
 
 
-@any_number_of_digits()
+@unlimited_int_digits()
 def test_examples_have_their_verdict(template: Template) -> None:
     """Forms of tests, and traps, that the generator does not write; ``detail`` is a part of what the verdict says."""
     wrong = []
     for row in (*rows_of("program_examples.jsonl"), *LONG):
         truth = row["tests"] if isinstance(row["tests"], str) else json.dumps(row["tests"])
-        verdict = passes_tests(f"```python\n{row['program']}\n```", truth, CODE, template)
+        verdict = judge_program(f"```python\n{row['program']}\n```", truth, CODE, template)
         found = verdict.failure or ("right" if verdict.reward else "wrong")
         is_explained = row.get("detail", "") in verdict.detail and "\n" not in verdict.detail
         if found != row["expected"] or not is_explained or bool(verdict.detail) != (found != "right"):
@@ -83,11 +83,11 @@ def test_the_rows_own_name_of_the_function_comes_first(template: Template) -> No
     for named, wanted in (("f", 1.0), ("g", 0.0), ("", 0.0), ("h", 0.0)):
         named_by = {"entry_point": named}
         for columns in (named_by, {"extra_info": named_by}, {"reward_model": named_by}):
-            assert passes_tests(program, truth, CODE, template, json.dumps(columns)).reward == wanted
+            assert judge_program(program, truth, CODE, template, json.dumps(columns)).reward == wanted
 
 
 def test_a_long_program_is_shortened(template: Template) -> None:
-    verdict = passes_tests(
+    verdict = judge_program(
         f"```python\n\nprint({'1' * 100})\n\n\n# x\n```", '{"inputs": [""], "outputs": ["1"]}', CODE, template
     )
     assert verdict.read == f"print({'1' * 74} (and 3 lines)" and len(verdict.detail) < 200
@@ -164,22 +164,22 @@ def test_outputs_are_compared_by_line_and_number(given: str, expected: str, same
 def test_a_program_and_its_assertions_have_limits(
     template: Template, program: str, assertion: str, failure: Failure
 ) -> None:
-    assert passes_tests(program, assertion, LIMITED, template).failure == failure
+    assert judge_program(program, assertion, LIMITED, template).failure == failure
 
 
 def test_cpu_time_is_counted_over_all_tests_of_an_answer(template: Template) -> None:
     program = "import time\nwhile time.process_time() < 0.1: pass\nprint(1)"
     for count, wanted in ((2, Verdict(1.0)), (9, Verdict(0.0, Failure.CPU, "more than 0.5 s of CPU time"))):
         truth = json.dumps({"inputs": [""] * count, "outputs": ["1"] * count})
-        assert passes_tests(program, truth, LIMITED, template) == wanted
+        assert judge_program(program, truth, LIMITED, template) == wanted
 
 
 @pytest.mark.parametrize(
     "value", [None, True, 2**100, float("inf"), "\u00e9\n\ud800", b"\x00", -1j, (1, [2]), {1}, set(), {(1, 2): [3]}, ()]
 )
 def test_values_come_through(value: object) -> None:
-    again = ast.literal_eval(literal(value))
-    assert again == value and type(again) is type(value) and "\n" not in literal(value)
+    again = ast.literal_eval(to_literal(value))
+    assert again == value and type(again) is type(value) and "\n" not in to_literal(value)
 
 
 def test_values_are_of_builtin_types() -> None:
@@ -189,6 +189,6 @@ def test_values_are_of_builtin_types() -> None:
 
         __hash__ = str.__hash__
 
-    assert literal([Liar("x"), Counter("a"), frozenset({1})]) == "['x',{'a':1,},{1,},]"
+    assert to_literal([Liar("x"), Counter("a"), frozenset({1})]) == "['x',{'a':1,},{1,},]"
     with pytest.raises(ValueError, match="a object cannot leave the sandbox"):
-        literal([object()])
+        to_literal([object()])

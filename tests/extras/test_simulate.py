@@ -18,9 +18,9 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import EngineSpans, RolloutTiming, SampleKey
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.extras.simulate.costs import TokenCosts, with_speed_ups
-from tlt_hpc.extras.simulate.lengths import log_normal, resampled, shard_lengths
+from tlt_hpc.extras.simulate.lengths import log_normal, resample_lengths, shard_lengths
 from tlt_hpc.extras.simulate.recorded import costs_by_strategy, phases_of, read_run
-from tlt_hpc.extras.simulate.step import Setting, StepPhases, setting_from, simulate, walk
+from tlt_hpc.extras.simulate.step import Setting, StepPhases, setting_from, simulate, simulate_rollouts
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
 from tlt_hpc.storage.step_lines import add_line, read_lines, replace_line
@@ -90,7 +90,7 @@ def test_the_walk_is_the_token_by_token_simulation(
     """Positions cost the same with all strategies here; otherwise the choice is made once a span."""
     plain = costs_of([1.0, 1.1, 1.3, 1.6, 2.0, 2.5], position, prompt=0.3)
     fast = with_speed_ups(plain, [gains, gains[::-1]])
-    ends = walk(np.array([lengths]), fast, live, prompt)
+    ends = simulate_rollouts(np.array([lengths]), fast, live, prompt)
     assert ends[0].tolist() == pytest.approx(reference(lengths, fast, live, prompt))
     steps = simulate(lengths_of(lengths, [1]), fast, Setting(max_live=live, micro_step_seconds=1.5), NOTHING)
     assert steps.tokens[0] == sum(lengths) + 1
@@ -108,7 +108,7 @@ def test_units_are_distributed_as_in_a_run() -> None:
 
 
 def test_lengths_follow_their_law_and_recorded_groups_are_drawn_whole() -> None:
-    drawn = resampled(np.array([[1, 2], [30, 40]]), (50, 4, 2)).reshape(-1, 2).tolist()
+    drawn = resample_lengths(np.array([[1, 2], [30, 40]]), (50, 4, 2)).reshape(-1, 2).tolist()
     assert {tuple(group) for group in drawn} == {(1, 2), (30, 40)}
     lengths = log_normal((50, 40, 8), 40, 300)
     assert np.median(lengths) == pytest.approx(40, rel=0.05) and lengths.min() >= 1 and lengths.max() == 300

@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
 
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.cluster.watch.record import warn_and_clear_last_end
 from tlt_hpc.config import Config, ConfigError, check_resumable, to_toml
 from tlt_hpc.data.prompts import PromptSource
@@ -15,14 +15,14 @@ from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.models.weight_files import weight_files, weights_digest
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.world import World
-from tlt_hpc.storage.folder import RunFolder, wait_for_listed_files, writing_beside
+from tlt_hpc.storage.folder import RunFolder, atomic_write, wait_for_listed_files
 from tlt_hpc.storage.records import Environment, add_environment, read_record, write_json
 
 MODEL = "model.path"
 """The key of a model's digest among a run's facts."""
 
 
-def claim_folder(
+def claim_run_folder_all_ranks(
     folder: RunFolder,
     config: Config,
     world: World,
@@ -42,18 +42,21 @@ def claim_folder(
     def write_claim() -> tuple[str, str]:
         check_resumable(folder.config, config)
         folder.make_missing_folders()
-        claim_owner(folder.status, BEAT.start)
-        warn_and_clear_last_end(folder.status, BEAT.start)
-        with writing_beside(folder.config) as path:
+        claim_owner(folder.status, BEAT.start_name)
+        warn_and_clear_last_end(folder.status, BEAT.start_name)
+        with atomic_write(folder.config) as path:
             path.write_text(to_toml(config), encoding="utf-8")
         if prompts is not None:
-            claim_data(folder.path, {**prompts.fingerprints(), **start_facts(config, find_model(config.model.path))})
+            write_or_check_fingerprints(
+                folder.path,
+                {**prompts.fingerprints(), **base_model_fingerprints(config, find_model(config.model.path))},
+            )
         if environment is not None:
             add_environment(folder.environment, environment)
         probe.touch()
         return probe.name, world.hostname
 
-    name, writer = world.once(write_claim)
+    name, writer = world.run_first_and_broadcast(write_claim)
     try:
         _check_ranks_agree(config, name, writer, prompts, world)
     finally:
@@ -67,7 +70,7 @@ def _check_ranks_agree(config: Config, name: str, writer: str, prompts: PromptSo
 
     A save would otherwise wait for ever, and ranks would generate, and score, different prompts as one.
     """
-    drawn = [] if prompts is None else prompts.batch(0)
+    drawn = [] if prompts is None else prompts.read_step_prompts(0)
     digest = sha256(b"".join(prompt.tokens.tobytes() + prompt.answer.encode() for prompt in drawn)).digest()
     hidden = world.run_on_all_ranks(lambda: wait_for_listed_files(config.folder, {name}))
     seen = world.allgather((world.hostname, not hidden, digest))
@@ -87,7 +90,7 @@ def _check_ranks_agree(config: Config, name: str, writer: str, prompts: PromptSo
 FILE = "data.json"
 
 
-def claim_data(folder: Path, facts: Mapping[str, str]) -> None:
+def write_or_check_fingerprints(folder: Path, facts: Mapping[str, str]) -> None:
     """Write the fingerprints ``facts`` to a run's folder, or compare them with those that are there.
 
     Raises:
@@ -111,7 +114,7 @@ def claim_data(folder: Path, facts: Mapping[str, str]) -> None:
     write_json(path, dict(facts))
 
 
-def start_facts(config: Config, model: Path) -> dict[str, str]:
+def base_model_fingerprints(config: Config, model: Path) -> dict[str, str]:
     """Facts of the model that a run begins with, by name; none where its checkpoints hold all that it needs of it.
 
     Adapters are merged into that model, and it is the reference that a divergence is measured from: with another one a

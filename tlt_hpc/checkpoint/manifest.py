@@ -43,7 +43,7 @@ from torch import Tensor
 from tlt_hpc.common.files import LINES_BYTES, adding_path_to_errors, os_error_text, read_bytes, sampled_digest
 from tlt_hpc.config import UserError
 from tlt_hpc.models.piece import Cut
-from tlt_hpc.models.weight_files import reading_files
+from tlt_hpc.models.weight_files import opening_tensor_reader
 from tlt_hpc.storage.folder import sync
 
 JSON = Any
@@ -85,7 +85,7 @@ class Stored(NamedTuple):
         return self.stop - self.start == math.prod(self.shape)
 
     @property
-    def key(self) -> str:
+    def safetensors_key(self) -> str:
         """Its name in the safetensors file."""
         return self.name if self.is_whole else f"{self.name}[{self.start}:{self.stop}]"
 
@@ -124,7 +124,7 @@ class Placed(_Record):
     files: list[int]
     stops: list[int]
 
-    def is_sound(self, num_files: int) -> bool:
+    def covers_all_elements(self, num_files: int) -> bool:
         """Return True if the pieces are in files that there are, and together have all elements."""
         bounds, are_there = [0, *self.stops], all(0 <= file < num_files for file in self.files)
         whole = (
@@ -132,7 +132,7 @@ class Placed(_Record):
         )
         return whole and are_there and len(self.files) == len(self.stops)
 
-    def pieces(self, span: FlatRange | None = None) -> Iterator[tuple[int, int, int]]:
+    def iter_file_pieces(self, span: FlatRange | None = None) -> Iterator[tuple[int, int, int]]:
         """Yield file, start and stop of each piece, in order; of a range, those that have some of its elements."""
         for file, start, stop in zip(self.files, [0, *self.stops[:-1]], self.stops, strict=True):
             if span is None or (start < span.stop and stop > span.start):
@@ -162,21 +162,21 @@ class Checkpoint:
     tensors: Mapping[str, Mapping[str, Placed]]
     """part -> name of a tensor -> which of the files have it, whichever ranks wrote them."""
 
-    def names(self, part: str) -> list[str]:
+    def tensor_names(self, part: str) -> list[str]:
         """Return the names of a part's tensors, sorted; none where the part was not saved."""
         return sorted(self.tensors.get(part, {}))
 
-    def read(self, part: str, name: str, cut: Cut | None = None) -> Tensor:
+    def read_tensor(self, part: str, name: str, cut: Cut | None = None) -> Tensor:
         """Read one tensor, whole or a block of it, to the CPU.
 
         Raises:
-            CheckpointError, ValueError: as ``reading``.
+            CheckpointError, ValueError: as ``open_tensor_reader``.
         """
-        with self.reading(part) as read:
+        with self.open_tensor_reader(part) as read:
             return read(name, cut)
 
     @contextmanager
-    def reading(self, part: str) -> Iterator[Callable[..., Tensor]]:
+    def open_tensor_reader(self, part: str) -> Iterator[Callable[..., Tensor]]:
         """A function that reads one tensor of a part; files stay open until the end.
 
         It reads all of the tensor, a block of it (``cut``), or the elements of a ``FlatRange``, for which it opens only
@@ -201,16 +201,17 @@ class Checkpoint:
                     f"{list(span.shape)}: resume with the model that wrote it, or choose another run.name"
                 )
             values, starts = list[Tensor](), list[int]()
-            for file, start, stop in placed.pieces(span):
+            for file, start, stop in placed.iter_file_pieces(span):
                 stored = Stored(name, placed.shape, start, stop)
                 try:
-                    value = read_piece(self.folder / self.files[file], stored.key)
+                    value = read_piece(self.folder / self.files[file], stored.safetensors_key)
                 except UserError as error:
                     raise CheckpointError(f"{name!r}: {error}") from None
                 wanted = placed.shape if stored.is_whole else (stop - start,)
                 if tuple(value.shape) != wanted or (values and value.dtype != values[0].dtype):
                     raise CheckpointError(
-                        f"{self.folder / self.files[file]} has another {stored.key!r} than {STATE_FILE} says; {remedy}"
+                        f"{self.folder / self.files[file]} has another {stored.safetensors_key!r} "
+                        f"than {STATE_FILE} says; {remedy}"
                     )
                 values.append(value)
                 starts.append(start)
@@ -218,9 +219,9 @@ class Checkpoint:
                 parts = zip(values, starts, strict=True)
                 return torch.cat([part.flatten()[max(span.start - at, 0) : span.stop - at] for part, at in parts])
             tensor = values[0] if len(values) == 1 else torch.cat(values).view(placed.shape)
-            return tensor if cut is None else cut.take(name, tensor)
+            return tensor if cut is None else cut.cut_from(name, tensor)
 
-        with reading_files(remedy) as read_piece:
+        with opening_tensor_reader(remedy) as read_piece:
             yield read
 
 
@@ -231,7 +232,7 @@ def write_manifest(path: Path, step: int, listed: Sequence[ListedFile], state: M
         CheckpointError: they do not hold each element of each tensor once.
     """
     files = [File(**file.model_dump(exclude={"tensors"})) for file in listed]
-    manifest = _Manifest(step=step, files=files, tensors=_placed(listed), state=dict(state))
+    manifest = _Manifest(step=step, files=files, tensors=_tensor_locations(listed), state=dict(state))
     sealed = manifest.model_copy(update={"digest": _manifest_digest(manifest)})
     path.write_text(json.dumps(sealed.model_dump()), encoding="utf-8")
     sync(path)
@@ -249,22 +250,25 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
     if manifest.step != step:
         raise CheckpointError(f"its {STATE_FILE} is of step {manifest.step}")
     with ThreadPoolExecutor(CHECKED_AT_ONCE) as pool:
-        for _ in pool.map(lambda file: _check_file(folder / file.name, file), manifest.files):
+        for _ in pool.map(lambda file: _check_file_digest(folder / file.name, file), manifest.files):
             pass  # raises the first error, in the files' order
     return Checkpoint(folder, step, manifest.state, [file.name for file in manifest.files], manifest.tensors)
 
 
-def _placed(listed: Sequence[ListedFile]) -> dict[str, dict[str, Placed]]:
+def _tensor_locations(listed: Sequence[ListedFile]) -> dict[str, dict[str, Placed]]:
     """Return the files of every tensor, by part and name."""
     found: dict[str, dict[str, list[tuple[int, int, int, tuple[int, ...]]]]] = {}
     for number, file in enumerate(listed):
         pieces = found.setdefault(file.part, defaultdict(list))
         for name, shape, start, stop in file.tensors:
             pieces[name].append((start, stop, number, shape))
-    return {part: {name: _in_order(name, each) for name, each in pieces.items()} for part, pieces in found.items()}
+    return {
+        part: {name: _sort_and_check_pieces(name, each) for name, each in pieces.items()}
+        for part, pieces in found.items()
+    }
 
 
-def _in_order(name: str, pieces: list[tuple[int, int, int, tuple[int, ...]]]) -> Placed:
+def _sort_and_check_pieces(name: str, pieces: list[tuple[int, int, int, tuple[int, ...]]]) -> Placed:
     starts, stops, files, shapes = zip(*sorted(pieces), strict=True)
     if [*starts, math.prod(shapes[0])] != [0, *stops] or len({*shapes}) > 1:
         raise CheckpointError(f"the ranks together hold other elements of {name} than each once: {starts}, {stops}")
@@ -280,7 +284,7 @@ def _read_manifest(path: Path) -> _Manifest:
     try:
         manifest = _Manifest.model_validate_json(read_bytes(path, LINES_BYTES))
     except OSError as error:
-        raise _refused(path, error) from None
+        raise _checkpoint_read_error(path, error) from None
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("version",):
@@ -292,12 +296,12 @@ def _read_manifest(path: Path) -> _Manifest:
     if manifest.digest != _manifest_digest(manifest):
         raise CheckpointError(f"{path.name}: changed since it was written")
     for name, placed in ((name, each) for part in manifest.tensors.values() for name, each in part.items()):
-        if not placed.is_sound(len(manifest.files)):
+        if not placed.covers_all_elements(len(manifest.files)):
             raise CheckpointError(f"{path.name}: does not say where {name} is")
     return manifest
 
 
-def _check_file(path: Path, listed: File) -> None:
+def _check_file_digest(path: Path, listed: File) -> None:
     try:
         size = path.stat().st_size
         if size != listed.size:
@@ -307,10 +311,10 @@ def _check_file(path: Path, listed: File) -> None:
         if digest != listed.digest:
             raise CheckpointError(f"{path.name}: changed since it was written")
     except OSError as error:
-        raise _refused(path, error) from None
+        raise _checkpoint_read_error(path, error) from None
 
 
-def _refused(path: Path, error: OSError) -> UserError:
+def _checkpoint_read_error(path: Path, error: OSError) -> UserError:
     """The error of a file that cannot be read: it is missing or something else, or the disk fails now."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG, errno.ELOOP):
         return CheckpointError(f"{path.name}: {error.strerror}")

@@ -34,10 +34,10 @@ from tlt_hpc.checkpoint.manifest import (
     open_checkpoint,
     write_manifest,
 )
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import adding_path_to_errors, sampled_digest
-from tlt_hpc.storage.folder import NO_ROOM, make_synced, part_of, sync
+from tlt_hpc.storage.folder import NO_ROOM, make_synced_folder, part_path, sync
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -74,7 +74,7 @@ class Save(threading.Thread):
         self.final = folder / f"step-{step:06d}"
         self.given_up = threading.Event()
         """Set if another rank could not write."""
-        self._part = part_of(self.final)
+        self._part = part_path(self.final)
         self._folder, self._step, self._keep, self._best, self._state = folder, step, keep, best, state
         self._rank, self._num_ranks, self._who = world.rank, world.size, f"rank {world.rank} on {world.hostname}"
         self._copy, self._held = copy, held
@@ -83,7 +83,7 @@ class Save(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Write this rank's share; ``report`` has what went wrong."""
+        """Write this rank's share; ``poll_save_state`` has what went wrong."""
         try:
             self._copy.wait()
             self.write()
@@ -95,10 +95,10 @@ class Save(threading.Thread):
             self._failure = f"{self._who}: {error}; start again"
         except UnreadableCheckpointError as error:
             self._failure = f"{self._who}: {error}"
-        except BaseException as error:  # noqa: BLE001 (whatever it is, ``report`` raises it)
+        except BaseException as error:  # noqa: BLE001 (whatever it is, ``poll_save_state`` raises it)
             self._error = error
 
-    def report(self) -> Report:
+    def poll_save_state(self) -> Report:
         """Return the state of the save; raise what the thread raised, unless that is a failure to write."""
         if self.is_alive():
             return Report(is_done=False)
@@ -112,19 +112,21 @@ class Save(threading.Thread):
         Raises:
             OSError, CheckpointError: what could not be written.
         """
-        make_synced(self._folder)
+        make_synced_folder(self._folder)
         self._part.mkdir(exist_ok=True)
         parts = dict.fromkeys(each.part for each in self._held)
         files = [self._write_part(part, [each for each in self._held if each.part == part]) for part in parts]
-        self._list(files)
+        self._write_file_list(files)
         if self._rank == 0:
-            self._seal([file for path in self._await_lists() for file in _LIST.validate_json(path.read_bytes())])
+            self._finalize_checkpoint(
+                [file for path in self._wait_for_file_lists() for file in _LIST.validate_json(path.read_bytes())]
+            )
 
     def _write_part(self, part: str, held: Sequence[Held]) -> ListedFile:
         path = self._part / f"{part}-{self._suffix(self._rank)}.safetensors"
         with adding_path_to_errors(path):
-            write_file(path, held)
-            tensors: list[tuple[str, tuple[int, ...], int, int]] = sorted(each.stored for each in held)
+            write_safetensors_file(path, held)
+            tensors: list[tuple[str, tuple[int, ...], int, int]] = sorted(each.manifest_piece for each in held)
             return ListedFile(
                 part=part, name=path.name, size=path.stat().st_size, digest=sampled_digest(path), tensors=tensors
             )
@@ -132,13 +134,13 @@ class Save(threading.Thread):
     def _suffix(self, rank: int) -> str:
         return f"{rank:05d}-of-{self._num_ranks:05d}"
 
-    def _list(self, files: list[ListedFile]) -> None:
+    def _write_file_list(self, files: list[ListedFile]) -> None:
         path = self._part / f"{self._suffix(self._rank)}.list"
-        beside = part_of(path)
+        beside = part_path(path)
         beside.write_bytes(_LIST.dump_json(files))
         beside.rename(path)
 
-    def _await_lists(self) -> list[Path]:
+    def _wait_for_file_lists(self) -> list[Path]:
         """All ranks' lists, once they are there."""
         wanted = [self._part / f"{self._suffix(rank)}.list" for rank in range(self._num_ranks)]
         pause = FIRST_PAUSE_SECONDS
@@ -148,7 +150,7 @@ class Save(threading.Thread):
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return wanted
 
-    def _seal(self, files: Sequence[ListedFile]) -> None:
+    def _finalize_checkpoint(self, files: Sequence[ListedFile]) -> None:
         """Make a checkpoint of all ranks' files, and remove those beyond ``keep``."""
         if self.final.exists() and try_open(self.final, self._step, "replacing"):
             shutil.rmtree(self._part)
@@ -158,19 +160,19 @@ class Save(threading.Thread):
         write_manifest(self._part / STATE_FILE, self._step, files, self._state)
         sync(self._part)
         if self.final.exists():  # a damaged one
-            self.final.rename(part_of(self.final.with_name(f"{self.final.name}.damaged")))
+            self.final.rename(part_path(self.final.with_name(f"{self.final.name}.damaged")))
         self._part.rename(self.final)
         sync(self._folder)
-        self._prune()
+        self._remove_old_checkpoints()
 
-    def _prune(self) -> None:
+    def _remove_old_checkpoints(self) -> None:
         """Remove leftovers, and the oldest up to this step; a later one is damaged, and is left for the user."""
         found = [(step, folder) for step, folder in list_checkpoints(self._folder) if step <= self._step]
         try:
             best = self._best([step for step, _ in found])
             old = [folder for step, folder in found[: -self._keep] if step != best]
             for folder in old:  # a removal that is cut off half-way must not leave a damaged one under a final name
-                folder.rename(part_of(folder))
+                folder.rename(part_path(folder))
             if old:
                 sync(self._folder)
             clear_leftovers(self._folder)
@@ -244,19 +246,19 @@ class Held:
     views: Sequence[Tensor]
 
     @property
-    def stored(self) -> Stored:
+    def manifest_piece(self) -> Stored:
         """The piece as the manifest and the file name it."""
         return Stored(self.name, self.shape, self.start, self.stop)
 
 
-def write_file(path: Path, pieces: Sequence[Held]) -> None:
+def write_safetensors_file(path: Path, pieces: Sequence[Held]) -> None:
     """Write a safetensors file and have it reach the disk.
 
     Raises:
         OSError: as the disk says.
     """
     # wider types first, as the library does: then all of them are aligned
-    ordered = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.stored.key))
+    ordered = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.manifest_piece.safetensors_key))
     with path.open("wb") as file:
         file.write(_header(ordered))
         for piece in ordered:
@@ -270,9 +272,13 @@ def write_file(path: Path, pieces: Sequence[Held]) -> None:
 def _header(pieces: Sequence[Held]) -> bytes:
     entries, offset = {}, 0
     for piece in pieces:
-        stored, end = piece.stored, offset + sum(view.numel() for view in piece.views)
+        stored, end = piece.manifest_piece, offset + sum(view.numel() for view in piece.views)
         shape = piece.shape if stored.is_whole else (piece.stop - piece.start,)
-        entries[stored.key] = {"dtype": DTYPE_NAMES[piece.dtype], "shape": shape, "data_offsets": [offset, end]}
+        entries[stored.safetensors_key] = {
+            "dtype": DTYPE_NAMES[piece.dtype],
+            "shape": shape,
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % _ALIGNMENT)

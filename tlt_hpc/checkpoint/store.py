@@ -4,9 +4,9 @@ A checkpoint is a folder ``step-000010`` of safetensors files, one writer each, 
 It is written as ``step-000010.part`` and renamed when it is whole, so a folder under its final name is complete unless
 the disk has lost something.
 
-The main thread copies this rank's share to host memory (``begin``) and continues; a thread of each rank writes it
-(``save.py``). All ranks learn in ``end_save_if_all_done`` what became of it, from each rank's ``report``: the main loop
-adds that to a collective that it has anyway.
+The main thread copies this rank's share to host memory (``start_save_all_ranks``) and continues; a thread of each rank
+writes it (``save.py``). All ranks learn in ``end_save_if_all_done`` what became of it, from each rank's
+``poll_save_state``: the main loop adds that to a collective that it has anyway.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, OtherVersionError, open_checkpoint
 from tlt_hpc.checkpoint.save import Best, Held, HostBuffer, Report, Save, clear_leftovers, list_checkpoints, try_open
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.host_memory import available_bytes
-from tlt_hpc.models.piece import LOWER_RATE, Piece, is_finite, not_finite
-from tlt_hpc.storage.folder import RunFolder, part_of, sync
-from tlt_hpc.storage.step_lines import best_evaluated
+from tlt_hpc.models.piece import LOWER_RATE, Piece, is_finite, names_not_finite
+from tlt_hpc.storage.folder import RunFolder, part_path, sync
+from tlt_hpc.storage.step_lines import best_evaluated_step
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -39,7 +39,7 @@ ASK_EVERY_SECONDS = 0.05
 """Interval at which ranks that wait for a save exchange reports."""
 
 
-def chosen_step(run: RunFolder, step: int | str | None) -> int | None:
+def find_requested_step(run: RunFolder, step: int | str | None) -> int | None:
     """Return the step that ``--step`` names: ``best`` is that of the best evaluation among those with a checkpoint.
 
     Raises:
@@ -47,7 +47,7 @@ def chosen_step(run: RunFolder, step: int | str | None) -> int | None:
     """
     if step is None or isinstance(step, int):
         return step
-    best = best_evaluated(run.metrics, [found for found, _ in list_checkpoints(run.checkpoints)])
+    best = best_evaluated_step(run.metrics, [found for found, _ in list_checkpoints(run.checkpoints)])
     if best is None:
         raise UserError(
             f"--step best: no step of {run.path} that has a checkpoint was evaluated; give a number, or train with "
@@ -70,7 +70,7 @@ class CheckpointStore:
 
     # -- saving -------------------------------------------------------------------------------------------------
 
-    def reserve(self, world: World, num_bytes: int, pinned: bool) -> None:
+    def reserve_copy_memory_all_ranks(self, world: World, num_bytes: int, pinned: bool) -> None:
         """Collective. Allocate the memory of this rank's copies, ``num_bytes``.
 
         Raises:
@@ -84,7 +84,9 @@ class CheckpointStore:
         """True while a save is in progress, as of the last ``end_save_if_all_done``; the same on all ranks."""
         return self._save is not None
 
-    def begin(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> None:
+    def start_save_all_ranks(
+        self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]
+    ) -> None:
         """Collective. Copy what is to be saved, and start to write it.
 
         What is saved is the state of now, whatever becomes of the tensors later.
@@ -95,12 +97,12 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: on all ranks, if rank 0 cannot remove what killed runs have left, or if one has no memory
-                for its copy (never after ``reserve``), or a value is not finite.
+                for its copy (never after ``reserve_copy_memory_all_ranks``), or a value is not finite.
         """
         assert self._save is None, "finish the last save first"
         assert not self._is_abandoned, "a thread may still read the copy"
         if not self._is_clear:  # a list of a killed run must not be taken for one of ours
-            world.once(self._clear)
+            world.run_first_and_broadcast(self._remove_unfinished_saves)
             self._is_clear = True
         held = world.run_on_all_ranks(lambda: self._copy_shards(shards))
         plain = json.loads(json.dumps(state, allow_nan=False))
@@ -113,18 +115,18 @@ class CheckpointStore:
             for name, tensor in shard.items() if isinstance(shard, Mapping) else shard:
                 piece = tensor if isinstance(tensor, Piece) else Piece.whole(tensor)
                 views = self._copy.copy_tensor(piece.values)
-                held.append(Held(part, name, piece.shape, piece.start, piece.stop, piece.values.dtype, views))
+                held.append(Held(part, name, piece.shape, piece.start, piece.stop_index, piece.values.dtype, views))
                 finite[f"{part}/{name}"] = is_finite(piece.values)
-        if wrong := not_finite(finite):
+        if wrong := names_not_finite(finite):
             remedy = "resume with a lower drafter.learning_rate" if wrong[0].startswith("drafter/") else LOWER_RATE
             raise CheckpointError(
                 f"{wrong[0]!r} holds values that are not finite, so no checkpoint was written; {remedy}"
             )
         return held
 
-    def report(self) -> Report | None:
+    def poll_save_state(self) -> Report | None:
         """Return the state of this rank's save; None, on all ranks, if nothing is being saved."""
-        return None if self._save is None else self._save.report()
+        return None if self._save is None else self._save.poll_save_state()
 
     def end_save_if_all_done(self, reports: Sequence[Report | None]) -> None:
         """End the save in progress if all ranks' ``reports`` say that it is written, or that one has failed.
@@ -153,12 +155,12 @@ class CheckpointStore:
         Raises:
             CheckpointError: as ``end_save_if_all_done``.
         """
-        with BEAT.asking():
+        with BEAT.in_save_polling():
             while self._save is not None:
                 self._save.join(ASK_EVERY_SECONDS)
-                self.end_save_if_all_done(world.allgather(self.report()))
+                self.end_save_if_all_done(world.allgather(self.poll_save_state()))
 
-    def abandon(self) -> None:
+    def abandon_save(self) -> None:
         """Stop waiting for the save in progress, before the process ends; on all ranks together.
 
         It becomes a checkpoint if it was written all the same, and else is removed by the next start.
@@ -169,19 +171,19 @@ class CheckpointStore:
         self._is_abandoned = True
 
     def save(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> Path:
-        """Collective. ``begin`` and ``wait_for_save``; return the folder of the checkpoint.
+        """Collective. ``start_save_all_ranks`` and ``wait_for_save``; return the folder of the checkpoint.
 
         An undamaged checkpoint of the step is left as it is: a run's state at a step is one and the same.
 
         Raises:
-            UserError: as ``begin`` and ``end_save_if_all_done``.
+            UserError: as ``start_save_all_ranks`` and ``end_save_if_all_done``.
         """
         self.wait_for_save(world)
-        self.begin(step, world, shards, state)
+        self.start_save_all_ranks(step, world, shards, state)
         self.wait_for_save(world)
         return self._folder / f"step-{step:06d}"
 
-    def _clear(self) -> None:
+    def _remove_unfinished_saves(self) -> None:
         try:
             clear_leftovers(self._folder)
         except OSError as error:
@@ -210,7 +212,7 @@ class CheckpointStore:
             )
         return None
 
-    def list_steps_within(self, first: int, last: int) -> dict[int, Checkpoint]:
+    def open_checkpoints_within(self, first: int, last: int) -> dict[int, Checkpoint]:
         """Return the undamaged checkpoints of steps ``first`` to ``last``, by step; reads each as ``open_newest``."""
         steps = [(step, folder) for step, folder in list_checkpoints(self._folder) if first <= step <= last]
         return {step: found for step, folder in steps if (found := try_open(folder, step, "skipping"))}
@@ -224,9 +226,9 @@ class CheckpointStore:
         for later, folder in list_checkpoints(self._folder):
             if later > step:
                 try:
-                    folder.rename(part_of(folder))
+                    folder.rename(part_path(folder))
                     sync(self._folder)  # or a power failure could bring it back, whole or damaged
-                    shutil.rmtree(part_of(folder))
+                    shutil.rmtree(part_path(folder))
                 except OSError as error:
                     raise CheckpointError(f"cannot remove {folder}: {error.strerror}; remove it by hand") from None
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from tlt_hpc import __version__
 from tlt_hpc.common.printable import one_line
 from tlt_hpc.common.source import load_extra
-from tlt_hpc.export.export_options import add_step
-from tlt_hpc.plan.plan_options import GPU_MEMORY, at_least_one, gpu_gb
+from tlt_hpc.export.export_options import add_step_option
+from tlt_hpc.plan.plan_options import GPU_MEMORY, parse_gpu_gigabytes, parse_positive_integer
 
 if TYPE_CHECKING:
     from tlt_hpc.config import Config
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {one_line(ValueError(message))} (see {self.prog} --help)\n")
 
     @property
-    def names(self) -> list[str]:
+    def option_names(self) -> list[str]:
         """All options, such as ``--steps``."""
         return list(self._option_string_actions)
 
@@ -131,7 +131,7 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
     command = parser_of(parser, options.command)
     for word in rest:
         if word.startswith("-") or "overrides" not in options:
-            command.error(_unknown(word, command))
+            command.error(_unknown_option_message(word, command))
     if rest:
         options.overrides = [*options.overrides, *rest]
     if options.command == "evaluate":
@@ -165,13 +165,13 @@ def _parsers(parser: Parser) -> Mapping[str, Parser]:
     return dict(action.choices)
 
 
-def _unknown(word: str, command: Parser) -> str:
+def _unknown_option_message(word: str, command: Parser) -> str:
     name, equals, _ = word.partition("=")
     if re.fullmatch(r"--\w+\.\w+", name):
         return f"unknown option {word}; leave out the dashes: {word[2:] if equals else f'{name[2:]}=VALUE'}"
     if not word.startswith("-"):
         return f"unknown argument {word}"
-    return f"unknown option {name}{did_you_mean(name, command.names)}"
+    return f"unknown option {name}{did_you_mean(name, command.option_names)}"
 
 
 # --- options of commands that have no module of their own for them ---
@@ -182,13 +182,13 @@ def add_evaluate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a run's folder, a Hugging Face folder, or embedded:tiny"
     )
-    add_step(command, "the checkpoint of that step instead of the newest")
+    add_step_option(command, "the checkpoint of that step instead of the newest")
     command.add_argument("--output", type=Path, metavar="FOLDER", help="write there instead of beside the run")
 
 
 def add_compare_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt compare``."""
-    command.add_argument("--steps", type=at_least_one, default=6, help="steps of each mode (default 6)")
+    command.add_argument("--steps", type=parse_positive_integer, default=6, help="steps of each mode (default 6)")
     words = "leave this mode out, as all modes are in memory at once; may be given several times"
     command.add_argument("--without", choices=("ngram", "tail", "ahead-tail"), action="append", default=[], help=words)
     command.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
@@ -221,25 +221,25 @@ def add_submit_options(command: argparse.ArgumentParser) -> None:
     words = "what the job runs (default train)"
     add("--command", dest="command_of_job", choices=("train", "warmup"), default="train", help=words)
     add("--folder", type=Path, help="of logs and records (default runs/submitted/NAME-TIME)")
-    add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU, for preflight: {GPU_MEMORY}")
-    _add_checked_request(command, "default 1", "default 24:00:00")
+    add("--gpu-memory", type=parse_gpu_gigabytes, metavar="GB", help=f"of each GPU, for preflight: {GPU_MEMORY}")
+    _add_slurm_options(command, "default 1", "default 24:00:00")
 
 
 def add_resubmit_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt submit resubmit``."""
-    add_submission(command)
-    _add_checked_request(command, "default: as before", "default: as before")
+    add_submission_argument(command)
+    _add_slurm_options(command, "default: as before", "default: as before")
 
 
 def add_cancel_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt submit cancel``."""
-    add_submission(command)
+    add_submission_argument(command)
     command.add_argument("--dry-run", action="store_true", help="print what would be cancelled; cancel nothing")
 
 
 def add_collect_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt submit collect``."""
-    add_submission(command)
+    add_submission_argument(command)
     command.add_argument("--output", type=Path, metavar="FILE.csv", help="write the table there as well")
 
 
@@ -249,22 +249,22 @@ def add_list_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=words)
 
 
-def add_submission(command: argparse.ArgumentParser) -> None:
+def add_submission_argument(command: argparse.ArgumentParser) -> None:
     """The submission that a command is about."""
     words = "the submission's folder, its name in runs/submitted, or a job's number (default: the newest)"
     command.add_argument("submission", nargs="?", metavar="SUBMISSION", help=words)
 
 
-def _add_checked_request(command: argparse.ArgumentParser, default: str, default_time: str) -> None:
+def _add_slurm_options(command: argparse.ArgumentParser, default: str, default_time: str) -> None:
     add = command.add_argument
     add("--dry-run", action="store_true", help="check everything and print it; submit nothing")
     add("--no-preflight", action="store_true", help="make only the checks of `tlt train --dry-run`")
     slurm = command.add_argument_group("of Slurm", argument_default=argparse.SUPPRESS)
     add = slurm.add_argument
-    add("--nodes", "-N", type=at_least_one, metavar="N", help=f"of each member ({default})")
-    add("--gpus-per-node", type=at_least_one, metavar="N", help="one rank each; without: CPUs")
-    add("--ranks-per-node", type=at_least_one, metavar="N", help="where it is not the number of GPUs")
-    add("--cpus-per-rank", type=at_least_one, metavar="N", help=f"cores, and threads ({default})")
+    add("--nodes", "-N", type=parse_positive_integer, metavar="N", help=f"of each member ({default})")
+    add("--gpus-per-node", type=parse_positive_integer, metavar="N", help="one rank each; without: CPUs")
+    add("--ranks-per-node", type=parse_positive_integer, metavar="N", help="where it is not the number of GPUs")
+    add("--cpus-per-rank", type=parse_positive_integer, metavar="N", help=f"cores, and threads ({default})")
     add("--partition", "-p", metavar="P")
     add("--account", "-A", metavar="A")
     add("--time", "-t", metavar="T", help=f"limit of each job ({default_time})")

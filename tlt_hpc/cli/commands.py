@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tlt_hpc.cli import command_line
 from tlt_hpc.cli.command_line import Command
-from tlt_hpc.cli.rank_commands import ablate, compare, evaluate, run_progress, train, warmup, written_files
+from tlt_hpc.cli.rank_commands import ablate, compare, describe_written_files, evaluate, run_progress, train, warmup
 from tlt_hpc.export import export_options
 from tlt_hpc.look.arguments import add_runs_arguments, add_watch_arguments
 from tlt_hpc.plan import plan_options
@@ -38,34 +38,34 @@ _SUBMISSIONS = "tlt_hpc.cli.submissions"
 _EXTRAS = "tlt_hpc.extras"
 
 
-def of_extra(group: str, words: str, module: str) -> Command:
+def make_extra_command(group: str, words: str, module: str) -> Command:
     """A command of one process whose options and work are in a module of an extra."""
     return Command(group, words, f"{_EXTRAS}.{module}", f"{_EXTRAS}.{module}")
 
 
 COMMANDS = {
     "train": Command("run", _TRAIN, lambda command: None, train, run_progress),
-    "evaluate": Command("run", _EVALUATE, command_line.add_evaluate_options, evaluate, written_files),
-    "warmup": Command("run", _WARMUP, command_line.add_warmup_options, warmup, written_files),
+    "evaluate": Command("run", _EVALUATE, command_line.add_evaluate_options, evaluate, describe_written_files),
+    "warmup": Command("run", _WARMUP, command_line.add_warmup_options, warmup, describe_written_files),
     "compare": Command("run", _COMPARE, command_line.add_compare_options, compare),
     "ablate": Command("run", _ABLATE, f"{_EXTRAS}.ablate.ablation_plan", ablate),
     "data": Command("prepare and check", _DATA, command_line.add_data_options, "tlt_hpc.cli.inspect_data"),
-    "data prepare": of_extra("prepare and check", _PREPARE, "prepare_data.prepare_data"),
-    "reward": of_extra("prepare and check", _REWARD, "judge_responses.judge_responses"),
+    "data prepare": make_extra_command("prepare and check", _PREPARE, "prepare_data.prepare_data"),
+    "reward": make_extra_command("prepare and check", _REWARD, "judge_responses.judge_responses"),
     "keys": Command("prepare and check", _KEYS, command_line.add_keys_options, "tlt_hpc.cli.show_keys"),
     "plan": Command("prepare and check", _PLAN, plan_options.add_plan_options, "tlt_hpc.plan.memory.summary"),
-    "simulate": of_extra("prepare and check", _SIMULATE, "simulate.predict"),
-    "preflight": of_extra("prepare and check", _PREFLIGHT, "preflight.checklist"),
-    "rehearse": of_extra("prepare and check", _REHEARSE, "rehearse.rehearse"),
+    "simulate": make_extra_command("prepare and check", _SIMULATE, "simulate.predict"),
+    "preflight": make_extra_command("prepare and check", _PREFLIGHT, "preflight.checklist"),
+    "rehearse": make_extra_command("prepare and check", _REHEARSE, "rehearse.rehearse"),
     "submit": Command("on a cluster", _SUBMIT, command_line.add_submit_options, _SUBMISSIONS),
     "submit list": Command("on a cluster", _LIST, command_line.add_list_options, _SUBMISSIONS),
-    "submit status": Command("on a cluster", _STATUS, command_line.add_submission, _SUBMISSIONS),
+    "submit status": Command("on a cluster", _STATUS, command_line.add_submission_argument, _SUBMISSIONS),
     "submit resubmit": Command("on a cluster", _RESUBMIT, command_line.add_resubmit_options, _SUBMISSIONS),
     "submit collect": Command("on a cluster", _COLLECT, command_line.add_collect_options, _SUBMISSIONS),
     "submit cancel": Command("on a cluster", _CANCEL, command_line.add_cancel_options, _SUBMISSIONS),
     "runs": Command("look at runs", _RUNS, add_runs_arguments, "tlt_hpc.look.live.list_runs"),
     "watch": Command("look at runs", _WATCH, add_watch_arguments, "tlt_hpc.look.live.watch_run"),
-    "report": of_extra("look at runs", _REPORT, "report.write_report"),
+    "report": make_extra_command("look at runs", _REPORT, "report.write_report"),
     "export-policy": Command("use the results", _POLICY, export_options.add_policy_options, "tlt_hpc.export.policy"),
     "export-drafter": Command(
         "use the results", _DRAFTER, f"{_EXTRAS}.drafter_formats.options", f"{_EXTRAS}.drafter_formats.export_drafter"

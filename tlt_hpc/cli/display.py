@@ -9,10 +9,10 @@ from itertools import pairwise
 
 from rich.table import Table
 
-from tlt_hpc.cluster.stopping import stopped_early
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.stopping import stopped_early_message
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.common.console import make_console
-from tlt_hpc.common.words import count
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.config import Config
 from tlt_hpc.look.columns import STEP_TABLE, step_cells
 from tlt_hpc.look.cost import cost_of
@@ -47,20 +47,20 @@ class Screen:
         self.console.print(line, soft_wrap=True)
         self._said_at, self._patience = time.monotonic(), _PATIENCE_SECONDS
 
-    def progress(self, text: str) -> None:
+    def print_progress_if_due(self, text: str) -> None:
         """Print how far something has come, if nothing has been printed for a while."""
         if time.monotonic() - self._said_at >= self._patience:
             patience = min(2 * self._patience, _MAX_PATIENCE_SECONDS)
             self.say(f"  {text}")
             self._patience = patience
 
-    def row(self, cells: Sequence[str], names: Sequence[str], ending: str = "") -> None:
+    def print_row(self, cells: Sequence[str], names: Sequence[str], ending: str = "") -> None:
         """Print the cells of a table below the names of its columns."""
         widths = [max(7, len(name) + 1) for name in names]
         self.say("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)) + ending)
 
 
-def start_times(began: float, stages: Mapping[str, float], end: float) -> str:
+def startup_times_text(began: float, stages: Mapping[str, float], end: float) -> str:
     """Return the seconds from a start to its first tokens, and the stages that took at least a tenth of it."""
     times = [began, *stages.values(), end]
     spent = (later - earlier for earlier, later in pairwise(times))
@@ -77,79 +77,79 @@ class StepReporter:
         self._screen, self._mode, self._stages = screen, mode, stages
         self._is_first = True
 
-    def replayed(self, step: int) -> None:
+    def show_replayed_step(self, step: int) -> None:
         """Print that a step's update was repeated from the rollout log."""
         self._screen.say(f"step {step + 1}: its update repeated from the rollout log, nothing generated again")
 
-    def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None:
+    def show_start(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None:
         """Print the run's folder and length, and at the first start the engine's ``memory`` of a rank in bytes."""
         note = f", resuming from step {first_step}" if first_step else ""
-        steps = count(config.run.num_steps, "step")
+        steps = format_count(config.run.num_steps, "step")
         self._screen.say(f"{config.folder} ({config.speculation.mode}): {steps}{note}")
         if self._is_first:
             held = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in memory.items() if size)
             self._screen.say(f"rollout memory of a rank, MB: {held}; together {sum(memory.values()) / 1e6:,.1f}")
         self._is_first, self._screen.names_columns = False, True
 
-    def rolling(self, step: int, roster: Roster) -> None:
+    def show_rollout(self, step: int, roster: Roster) -> None:
         """Show the progress of a rollout; at the first one print the times of the start."""
         if self._stages is not None:
-            self._screen.say(f"  {start_times(BEAT.began, self._stages, time.time())}")
+            self._screen.say(f"  {startup_times_text(BEAT.began, self._stages, time.time())}")
             self._stages = None
         left = sum(status.sequences_left for status in roster.statuses)
         training = sum(status.drafter_steps > 0 for status in roster.statuses)
         if not left:  # it has not begun, or ends
             return
-        self._screen.progress(f"step {step + 1}: rollout, {left} left, {roster.num_busy} busy, {training} training")
+        self._screen.print_progress_if_due(
+            f"step {step + 1}: rollout, {left} left, {roster.num_busy} busy, {training} training"
+        )
 
-    def phase(self, step: int, name: str) -> None:
+    def show_phase(self, step: int, name: str) -> None:
         """Show the phase of a step that has begun."""
-        self._screen.progress(f"step {step + 1}: {name}")
+        self._screen.print_progress_if_due(f"step {step + 1}: {name}")
 
-    def stepped(self, line: Line) -> None:
+    def show_step(self, line: Line) -> None:
         """Print the line of a finished step."""
         if self._screen.names_columns:
-            self._screen.row(_COLUMNS, _COLUMNS, "  mode" if self._mode else "")
+            self._screen.print_row(_COLUMNS, _COLUMNS, "  mode" if self._mode else "")
             self._screen.names_columns = False
-        self._screen.row(step_cells(line), _COLUMNS, f"  {self._mode}" if self._mode else "")
+        self._screen.print_row(step_cells(line), _COLUMNS, f"  {self._mode}" if self._mode else "")
         if line["rollout/refills"]:
             self._screen.say(
-                f"{count(line['rollout/refills'], 'refill')}: {count(line['rollout/samples'], 'response')}, "
-                f"{line['rollout/trained_samples']:.0f} trained on, {line['rollout/teaching_share']:.0%} of groups "
-                "informative"
+                f"{format_count(line['rollout/refills'], 'refill')}: "
+                f"{format_count(line['rollout/samples'], 'response')}, {line['rollout/trained_samples']:.0f} trained "
+                f"on, {line['rollout/teaching_share']:.0%} of groups informative"
             )
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+    def show_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the results of an evaluation after ``step`` steps."""
         core = {name: 100 * metrics[name] for name in metrics if name.startswith("val-core/")}
         told = ", ".join(f"{name.removeprefix('val-core/')} {share:.1f}" for name, share in core.items())
-        self._screen.say(f"evaluated after {count(step, 'step')}, %: {told}")
+        self._screen.say(f"evaluated after {format_count(step, 'step')}, %: {told}")
 
 
 def print_result(config: Config, result: RunResult) -> None:
     """Print the end of a run and the folder that it wrote to."""
     console = make_console()
     if cost := cost_of(RunLog(config.folder)):
-        console.print(f"cost: {cost.number} {cost.words}", soft_wrap=True)
+        console.print(f"cost: {cost.hours_text} {cost.unit_and_rate_text}", soft_wrap=True)
+    steps = format_count(result.num_steps, "step")
     if result.first_step >= config.run.num_steps:
-        text = (
-            f"already finished: {count(result.num_steps, 'step')} in {config.folder}; raise run.num_steps to continue"
-        )
+        text = f"already finished: {steps} in {config.folder}; raise run.num_steps to continue"
     elif result.finished:
-        steps = count(result.num_steps, "step")
         text = f"finished: {steps}, policy {result.policy_sha256[:12]}, written to {config.folder}"
     else:
         committed = max(read_lines(RunFolder(config.folder).metrics), default=-1) + 1  # a start may have taken up fewer
         done = max(result.num_steps, committed)
-        how_far = f" after {done} of {count(config.run.num_steps, 'step')}"
-        text = stopped_early(result.stop_reason, how_far, config.folder)
+        how_far = f" after {done} of {format_count(config.run.num_steps, 'step')}"
+        text = stopped_early_message(result.stop_reason, how_far, config.folder)
     console.print(text, soft_wrap=True)
 
 
 def print_comparison(comparison: Comparison, rows: Mapping[str, Sequence[str]], *last_lines: str) -> None:
     """The table of ``tlt compare`` and ``tlt ablate``, and whether the runs were equal."""
     console = make_console()
-    table = Table(title=f"{count(comparison.num_steps, 'step')} on {count(comparison.num_ranks, 'rank')}")
+    table = Table(title=f"{format_count(comparison.num_steps, 'step')} on {format_count(comparison.num_ranks, 'rank')}")
     for name in ("", *comparison.runs):
         table.add_column(name, justify="right" if name else "left", overflow="fold")
     for name, cells in rows.items():
@@ -172,48 +172,50 @@ class WarmupScreen:
         self._config: Config | None = None
         self._left = self._reads = ""
 
-    def started(self, config: Config, texts: Texts, progress: Progress) -> None:
+    def show_start(self, config: Config, texts: Texts, progress: Progress) -> None:
         """Print the warm-up's folder and its texts."""
         self._config, self._reads = config, "logged responses" if texts.are_logged else "prompts to answer"
         note = f", resuming from update {progress.updates}" if progress.updates else ""
-        kept = f"{count(len(texts.held_out), 'prompt')} held out"
+        kept = f"{format_count(len(texts.held_out), 'prompt')} held out"
         self._screen.say(f"{config.folder}: {len(texts.training):,} {self._reads}, {kept}{note}")
 
-    def capturing(self, num_done: int, num_texts: int) -> None:
+    def show_capture(self, num_done: int, num_texts: int) -> None:
         """Show how many texts have been read or answered."""
-        self._screen.progress(f"{self._reads}: {num_done:,} of {num_texts:,}")
+        self._screen.print_progress_if_due(f"{self._reads}: {num_done:,} of {num_texts:,}")
 
-    def training(self, num_documents: int, num_tokens: int) -> None:
+    def show_training(self, num_documents: int, num_tokens: int) -> None:
         """Print the size of the training set, and the names of the columns."""
-        self._screen.say(f"training on {count(num_documents, 'response')}, {count(num_tokens, 'token')}")
-        self._screen.row(_CURVE_COLUMNS, _CURVE_COLUMNS)
+        self._screen.say(f"training on {format_count(num_documents, 'response')}, {format_count(num_tokens, 'token')}")
+        self._screen.print_row(_CURVE_COLUMNS, _CURVE_COLUMNS)
 
-    def learned(self, progress: Progress) -> None:
+    def show_update(self, progress: Progress) -> None:
         """Show the updates so far and the last loss."""
         assert self._config is not None
         done = progress.share_done(self._config.warmup)  # if it continues as it did, and no patience ends it
         self._left = f"{progress.seconds / done * (1.0 - done) if done else 0.0:.0f}"
-        self._screen.progress(f"training: {count(progress.updates, 'update')}, loss {progress.losses[-1]:.3f}")
+        self._screen.print_progress_if_due(
+            f"training: {format_count(progress.updates, 'update')}, loss {progress.losses[-1]:.3f}"
+        )
 
-    def validated(self, point: CurvePoint, is_best: bool) -> None:
+    def show_validation(self, point: CurvePoint, is_best: bool) -> None:
         """Print the line of a validation."""
         loss = "-" if point.loss is None else f"{point.loss:.3f}"
         figures = f"{point.updates}", f"{point.tokens:,}", loss, f"{point.accept_length:.3f}", f"{point.seconds:.0f}"
-        self._screen.row((*figures, self._left), _CURVE_COLUMNS, "  best" if is_best else "")
+        self._screen.print_row((*figures, self._left), _CURVE_COLUMNS, "  best" if is_best else "")
 
 
 def print_warmup(result: WarmupResult, config_path: str, form: str) -> None:
     """Print the end of a warm-up, and the next command for a drafter of this form."""
-    best, updates = result.progress.best, count(result.progress.updates, "update")
+    best, updates = result.progress.best, format_count(result.progress.updates, "update")
     if not result.progress.is_finished:
-        text = stopped_early(result.reason, f" after {updates}", result.folder)
+        text = stopped_early_message(result.reason, f" after {updates}", result.folder)
     else:
         assert best is not None
         done = "already finished" if result.was_finished else "finished"
         drafter = result.folder / "drafter"
         following = ("tlt", "train", config_path, f"drafter.form={form}", f"drafter.init={drafter}")
         text = (
-            f"{done} ({result.reason}): accept length {best.accept_length:.3f} after {count(best.updates, 'update')}, "
-            f"kept in {drafter}\nnext: {shlex.join(following)}"
+            f"{done} ({result.reason}): accept length {best.accept_length:.3f} after "
+            f"{format_count(best.updates, 'update')}, kept in {drafter}\nnext: {shlex.join(following)}"
         )
     make_console().print(text, soft_wrap=True)

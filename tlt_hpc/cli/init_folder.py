@@ -8,8 +8,8 @@ import shlex
 import shutil
 from pathlib import Path
 
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.common.source import PACKAGE
-from tlt_hpc.common.words import count
 from tlt_hpc.config import UserError
 
 # sbatch/smoke_gpu.sh runs the tools; the wheel has the same files (pyproject.toml)
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> None:
         UserError: a file there differs from the one to be copied; nothing was written.
         OSError: the folder cannot be written.
     """
-    source, folder = shipped(), options.folder
+    source, folder = find_shipped_folder(), options.folder
     names = sorted(path.relative_to(source) for pattern in PATTERNS for path in source.glob(pattern))
     there = [name for name in names if (folder / name).exists()]
     if changed := [str(name) for name in there if not filecmp.cmp(source / name, folder / name, shallow=False)]:
@@ -35,13 +35,13 @@ def run(options: argparse.Namespace) -> None:
     for name in missing:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source / name, folder / name)
-    print(f"{folder}: {count(len(missing), 'file')} copied, {len(there)} there already")
+    print(f"{folder}: {format_count(len(missing), 'file')} copied, {len(there)} there already")
     print(f"next: cd {shlex.quote(str(folder))} && tlt train jobs/tiny.toml")
     print("on a cluster: sbatch -A ACCOUNT -p PARTITION sbatch/smoke.sh")
     print("then: tlt submit jobs/qwen7b.toml --script sbatch/train_qwen7b.sh --account ACCOUNT --partition PARTITION")
 
 
-def shipped() -> Path:
+def find_shipped_folder() -> Path:
     """The folder that has ``jobs/`` and ``sbatch/``: the clone, or in an installed package its own copy."""
     inside = PACKAGE / "shipped"
     return inside if inside.is_dir() else PACKAGE.parent

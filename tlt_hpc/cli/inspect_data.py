@@ -10,18 +10,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tlt_hpc.common.console import make_console, print_broken
+from tlt_hpc.common.console import make_console, print_row_errors
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.common.records import Prompt
-from tlt_hpc.common.words import count
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, load_config
 from tlt_hpc.data.evaluation_sets import open_reader
-from tlt_hpc.data.files import config_of
+from tlt_hpc.data.files import config_for_data
 from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect_data_set
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
-from tlt_hpc.plan.inputs import chat_format, check_tokens
-from tlt_hpc.rewards.judge import check_answer
+from tlt_hpc.plan.inputs import check_tokens, read_chat_format_with_stops
+from tlt_hpc.rewards.judge import find_prompt_problem
 
 _COLUMNS = ("data_source", "rows", "tokens min", "median", "p95", "max", "over limit", "repeated", "no answer")
 
@@ -36,17 +36,17 @@ def run(options: argparse.Namespace) -> int:
     """
     file, model, overrides = options.file, options.model, options.overrides
     is_job = file.endswith(".toml")
-    config = load_config(file, overrides) if is_job else config_of(file, overrides)
+    config = load_config(file, overrides) if is_job else config_for_data(file, overrides)
     folder = find_model(model or config.model.path) if model or is_job else None
     console, all_of_use = make_console(140), True
-    for reader in _readers(config, folder, is_judged=is_job or bool(config.reward.model_fields_set)):
+    for reader in _open_data_readers(config, folder, is_judged=is_job or bool(config.reward.model_fields_set)):
         found = inspect_data_set(reader, config.data.max_prompt_tokens)
         _print(console, reader, found, folder is not None)
         all_of_use &= found.is_of_use
     return 0 if all_of_use else 1
 
 
-def _readers(config: Config, folder: Path | None, is_judged: bool) -> Iterator[PromptReader]:
+def _open_data_readers(config: Config, folder: Path | None, is_judged: bool) -> Iterator[PromptReader]:
     """Yield the readers of the data sets for training and evaluation; ``is_judged``: answers are checked, too."""
     sources = [source for source in config.evaluation.sources if source != EMBEDDED_TASK]
     if config.data.source == EMBEDDED_TASK and not sources:
@@ -54,12 +54,12 @@ def _readers(config: Config, folder: Path | None, is_judged: bool) -> Iterator[P
     tokenizer = chat = shape = None
     if folder is not None:
         tokenizer, shape = load_tokenizer(folder), read_shape(folder)
-        chat = chat_format(config.rollout, folder, shape, tokenizer)
+        chat = read_chat_format_with_stops(config.rollout, folder, shape, tokenizer)
 
     def check(prompt: Prompt) -> str:
         if shape is not None:
             check_tokens(shape, prompt)
-        return check_answer(config.reward, prompt) if is_judged else ""
+        return find_prompt_problem(config.reward, prompt) if is_judged else ""
 
     if config.data.source != EMBEDDED_TASK:
         yield PromptReader(config.data, tokenizer, chat, check)
@@ -69,7 +69,7 @@ def _readers(config: Config, folder: Path | None, is_judged: bool) -> Iterator[P
 
 def _print(console: Console, reader: PromptReader, found: Inspection, has_tokens: bool) -> None:
     data = reader.data
-    table = Table(title=f"{data.source_name}: {count(found.num_rows, 'row')}, {len(found.broken):,} broken")
+    table = Table(title=f"{data.source_name}: {format_count(found.num_rows, 'row')}, {len(found.broken):,} broken")
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "data_source" else "right")
     for counts in found.sources:
@@ -88,9 +88,9 @@ def _print(console: Console, reader: PromptReader, found: Inspection, has_tokens
     for counts in found.sources:
         if counts.never_right:
             words = f"{counts.source}: no response can be right for {len(counts.never_right):,} of "
-            words += f"{count(len(counts.lengths), 'row')}, the first {counts.never_right[0]}"
+            words += f"{format_count(len(counts.lengths), 'row')}, the first {counts.never_right[0]}"
             console.print(words, style="red", soft_wrap=True)
-    print_broken(console, found.broken)
+    print_row_errors(console, found.broken)
 
 
 def _cells(counts: SourceCounts, has_tokens: bool) -> tuple[str, ...]:

@@ -23,26 +23,26 @@ from tlt_hpc.cluster.caches import make_node_cache, memory_cache_warning
 from tlt_hpc.cluster.device import GIVEN, restrict_to_one_gpu
 from tlt_hpc.cluster.launcher import (
     STARTED,
-    become_ranks,
-    crowding,
-    given_job,
+    crowded_cores_note,
+    exec_mpiexec,
+    job_text_from_launcher,
+    launch_time,
     launched_count,
     launched_rank,
     local_rank,
     single_rank_hint,
-    started_at,
-    starting,
+    starting_ranks_message,
 )
 from tlt_hpc.cluster.stopping import StopFlag, start_time_limit_timers
-from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.exit_monitor import ExitMonitor
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.cluster.watch.watch import Watch
 from tlt_hpc.common.files import has_remedy, os_error_text
 from tlt_hpc.common.host_memory import without_garbage_collection
 from tlt_hpc.common.printable import PrintableStream, escape_streams, one_line
 from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_config
-from tlt_hpc.storage.folder import WriteError, no_run
+from tlt_hpc.storage.folder import WriteError, no_run_message
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -63,22 +63,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.environment = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: ranks on shared cores would fight
     rank = launched_rank(os.environ)
-    BEAT.began = started_at(os.environ) or BEAT.began
+    BEAT.began = launch_time(os.environ) or BEAT.began
     flag = StopFlag()
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank or 0}] %(levelname)s %(name)s: %(message)s")
     work = COMMANDS[options.command].work
     if isinstance(work, str):
-        return run_alone(work, options)
-    flag.install()  # before the seconds that imports take: there, a signal ends the process without a word
+        return run_single_process_command(work, options)
+    flag.install_signal_handlers()  # before the seconds of imports, in which a signal ends the process without a word
     is_rank = rank is not None and not options.dry_run
     if rank == 0 and is_rank and STARTED not in os.environ:
-        print(starting(launched_count(os.environ)), flush=True)
+        print(starting_ranks_message(launched_count(os.environ)), flush=True)
     if rank is None:
         print_before_imports(f"checking {options.config}", is_result=not options.dry_run)
     try:
         if options.command == "evaluate":
-            check_is_run(options)
-        config = load_config(options.config, options.overrides, given_job(os.environ, options.config))
+            refuse_evaluation_without_config(options)
+        config = load_config(options.config, options.overrides, job_text_from_launcher(os.environ, options.config))
         num_ranks = launched_count(os.environ) or config.run.ranks
         config = command_config(config, options)
         if not rank and (alone := single_rank_hint(os.environ, config.run.ranks, given)):
@@ -92,20 +92,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(plan)
             return 0
         if rank is None:
-            print(starting(num_ranks) + crowding(num_ranks, len(os.sched_getaffinity(0))), flush=True)
+            print(
+                starting_ranks_message(num_ranks) + crowded_cores_note(num_ranks, len(os.sched_getaffinity(0))),
+                flush=True,
+            )
         if rank is None and config.run.ranks > 1:
-            become_ranks(config.run.ranks, given, options.config)
+            exec_mpiexec(config.run.ranks, given, options.config)
     except (ValueError, OSError) as caught:
-        error = as_error(caught)
+        error = to_user_error(caught)
         if is_rank and rank is not None:
-            return report_to_all_ranks(error, rank)
+            return broadcast_error_and_exit(error, rank)
         if not rank:
             print(f"tlt: {one_line(error)}", file=sys.stderr)
         return USER_ERROR
     return run_as_rank(config, options, flag, rank)
 
 
-def check_is_run(options: argparse.Namespace) -> None:
+def refuse_evaluation_without_config(options: argparse.Namespace) -> None:
     """Refuse to evaluate a model without a configuration, since only a run has its own.
 
     Raises:
@@ -117,7 +120,7 @@ def check_is_run(options: argparse.Namespace) -> None:
         return
     if options.checkpoint == EMBEDDED_MODEL or (place / "config.json").is_file():
         raise UserError(f"{options.checkpoint} is a model; give the job's file too, such as jobs/tiny.toml")
-    raise UserError(no_run(place, own.name))
+    raise UserError(no_run_message(place, own.name))
 
 
 def print_before_imports(words: str, is_result: bool) -> None:
@@ -134,24 +137,24 @@ def run_as_rank(config: Config, options: argparse.Namespace, flag: StopFlag, ran
     """
     try:
         if rank is not None:
-            take_caches_and_gpu(config, rank)
+            set_up_caches_and_gpu(config, rank)
         progress = COMMANDS[options.command].progress
         PrintableStream.outlives_reader = True  # what is trained is not lost with a terminal
         # before threads
         monitor = None if rank is None else ExitMonitor() if local_rank(os.environ) else ExitMonitor.fork()
         start_time_limit_timers(flag, os.environ, rank or 0, config.folder, progress and partial(progress, config))
         with Watch(config.run.stall_factor, rank, monitor) as watch:
-            return watch.ended(run_on_all_ranks(config, options, flag))
+            return watch.record_exit_status(run_on_all_ranks(config, options, flag))
     except (UserError, OSError) as caught:
         if isinstance(caught, OSError) and not (isinstance(caught, WriteError) or has_remedy(caught)):
             raise  # of a library, a program or a disk
-        return end_ranks_with_error(as_error(caught), rank or 0)
+        return end_ranks_with_error(to_user_error(caught), rank or 0)
     except KeyboardInterrupt:
         interrupted = UserError("interrupted; the same command resumes from what was saved")
         return end_ranks_with_error(interrupted, rank or 0, INTERRUPTED)
 
 
-def take_caches_and_gpu(config: Config, rank: int) -> None:
+def set_up_caches_and_gpu(config: Config, rank: int) -> None:
     """Give a rank a folder for caches and one GPU of its node, before torch looks for GPUs.
 
     Raises:
@@ -165,7 +168,7 @@ def take_caches_and_gpu(config: Config, rank: int) -> None:
         print(f"a GPU for each rank; rank 0 on {socket.gethostname()} uses GPU {own}", flush=True)
 
 
-def report_to_all_ranks(error: ValueError, rank: int) -> int:
+def broadcast_error_and_exit(error: ValueError, rank: int) -> int:
     """Collective. End all ranks with an error that this one alone may have met, such as a node without the data."""
     from tlt_hpc.mpi.world import LaunchError, World
     from tlt_hpc.plan.nodes import broadcast_error
@@ -179,7 +182,7 @@ def report_to_all_ranks(error: ValueError, rank: int) -> int:
     raise AssertionError("broadcast_error always raises")
 
 
-def as_error(error: ValueError | OSError) -> ValueError:
+def to_user_error(error: ValueError | OSError) -> ValueError:
     """A mistake as it is, and what the system refuses as one line with its path, as for a file that may not be read.
 
     Raises:
@@ -230,34 +233,34 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def run_alone(module: str, options: argparse.Namespace) -> int:
+def run_single_process_command(module: str, options: argparse.Namespace) -> int:
     """Call ``run`` of a module; its user's mistakes end as one line."""
     try:
         if options.command.startswith("export"):
             print_before_imports(f"reading {options.place}", is_result=False)
         return load_extra(module).run(options) or 0
     except (ValueError, OSError) as error:
-        print(f"tlt: {one_line(as_error(error))}", file=sys.stderr)
+        print(f"tlt: {one_line(to_user_error(error))}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("tlt: interrupted before it finished", file=sys.stderr)  # a rehearsal or a submission may have written
         return INTERRUPTED
 
 
-def start_processes(config: Config, options: argparse.Namespace) -> None:
+def start_judge_and_tracker_processes(config: Config, options: argparse.Namespace) -> None:
     """Start what judges responses, and a tracker's process: a process that has MPI should start no other."""
     from tlt_hpc.look.tracking import start_early
-    from tlt_hpc.rewards.scorer import process_judge, without_form
+    from tlt_hpc.rewards.scorer import open_process_judge, without_reward_parts
 
     if options.command in ("train", "compare", "evaluate", "ablate"):
-        process_judge(config.reward)
+        open_process_judge(config.reward)
         if config.evaluation.every_steps:
-            process_judge(without_form(config.reward))
+            open_process_judge(without_reward_parts(config.reward))
     if options.command == "train" and not launched_rank(os.environ):
         start_early(config.run)
 
 
-def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> World:
+def connect_all_ranks(config: Config, options: argparse.Namespace, flag: StopFlag) -> World:
     """All ranks, on nodes that are alike and have the job's files; from here on they answer signals by a vote.
 
     Collective; one rank a node reads. To be called before torch is imported: MPICH tells the launcher its address with
@@ -276,7 +279,7 @@ def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> Worl
     has_gpu = config.model.device == "cuda" or GIVEN in os.environ
     place_ranks(world, config.model.device != "cpu", config.optimizer.offload and has_gpu)
     world.answer_signals()
-    world.say("loading libraries")
+    world.print_once("loading libraries")
     return world
 
 
@@ -284,13 +287,13 @@ def run_on_all_ranks(config: Config, options: argparse.Namespace, flag: StopFlag
     """Run a command on all ranks, from their meeting to their end; returns the exit status."""
     work = COMMANDS[options.command].work
     assert not isinstance(work, str)
-    start_processes(config, options)
-    world = connect(config, options, flag)
+    start_judge_and_tracker_processes(config, options)
+    world = connect_all_ranks(config, options, flag)
     with without_garbage_collection():
         import tlt_hpc.run.job  # noqa: F401  with torch; what is left are modules of this package
     status = work(config, options, world)
     from tlt_hpc.rl.distributed import leave_process_group
 
     leave_process_group()
-    world.leave()  # a non-zero status ends the other ranks: not before the last word is out
+    world.finalize_mpi_all_ranks()  # a non-zero status ends the other ranks: not before the last word is out
     return status

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.common.source import load_extra
-from tlt_hpc.common.words import count
 from tlt_hpc.config import (
     Config,
     ConfigError,
     DrafterSection,
     UserError,
-    check_learns,
     check_resumable,
+    check_run_can_learn,
     config_for_comparison,
     load_saved_config,
     truncation_warning,
@@ -35,7 +35,7 @@ def command_config(config: Config, options: argparse.Namespace) -> Config:
     if options.command == "warmup":
         from tlt_hpc.studies.warmup import plan
 
-        return plan.config_of(config)
+        return plan.warmup_config(config)
     if options.command == "evaluate":
         from tlt_hpc.evaluate.subject import evaluation_config, find_subject
 
@@ -43,7 +43,7 @@ def command_config(config: Config, options: argparse.Namespace) -> Config:
     if options.command == "compare":
         return config_for_comparison(config)
     if options.command == "train":
-        check_learns(config)
+        check_run_can_learn(config)
     return config
 
 
@@ -95,16 +95,16 @@ def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     Raises:
         ValueError: as ``plan_command``.
     """
-    from tlt_hpc.data.evaluation_sets import warning_of
+    from tlt_hpc.data.evaluation_sets import joined_set_warnings
     from tlt_hpc.plan.inputs import describe, open_checked_sets
-    from tlt_hpc.plan.memory.summary import summarise
+    from tlt_hpc.plan.memory.summary import summarise_memory_plan
 
     config.run.check_trackers()
     config.lora.check_installed()
     has_sets = config.evaluation.every_steps
     sets = open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer) if has_sets else ()
-    memory = summarise(config, assets.shape, num_ranks)
-    said = _warning(warning_of(sets)) + (f"memory      {memory}\n" if memory else "")
+    memory = summarise_memory_plan(config, assets.shape, num_ranks)
+    said = _warning(joined_set_warnings(sets)) + (f"memory      {memory}\n" if memory else "")
     return said + describe(config, assets, num_ranks)
 
 
@@ -133,14 +133,14 @@ def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int)
     Raises:
         ValueError: as ``plan_command``, or no such run or model.
     """
-    from tlt_hpc.data.evaluation_sets import warning_of
-    from tlt_hpc.evaluate.evaluate import describe, read_assets
+    from tlt_hpc.data.evaluation_sets import joined_set_warnings
+    from tlt_hpc.evaluate.evaluate import describe, read_model_and_data
     from tlt_hpc.evaluate.subject import find_subject
 
     subject = find_subject(options.checkpoint, options.step, options.output)
     check_writable(subject.run.path if subject.run and not subject.out else subject.folder(config), GIVE_OUTPUT)
-    assets, sets = read_assets(config, subject, num_ranks)
-    return _warning(warning_of(sets)) + describe(config, subject, sets, assets, num_ranks)
+    assets, sets = read_model_and_data(config, subject, num_ranks)
+    return _warning(joined_set_warnings(sets)) + describe(config, subject, sets, assets, num_ranks)
 
 
 def _warning(said: str) -> str:
@@ -176,5 +176,5 @@ def finished_message(config: Config) -> str:
         return ""
     if word.num_steps < config.run.num_steps or load_saved_config(folder.config) != config:
         return ""
-    steps, digest = count(word.num_steps, "step"), word.policy_sha256[:12]
+    steps, digest = format_count(word.num_steps, "step"), word.policy_sha256[:12]
     return f"already finished: {steps} in {config.folder}, policy {digest}; raise run.num_steps to continue"

@@ -9,7 +9,7 @@ import textwrap
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.config import ConfigError
 from tlt_hpc.config.keys import describe_section, keys_of
-from tlt_hpc.config.reading import closest
+from tlt_hpc.config.reading import unknown_key_hint
 from tlt_hpc.config.sections import SECTIONS
 
 _PAGE = """\
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
         _show(console, f"[{name}] {describe_section(name)}", style="bold")
         keys = [key for key in keys_of(name) if one in ("", key.name)]
         if not keys:
-            raise ConfigError(f"unknown key {options.section!r}{closest([name, one])}")
+            raise ConfigError(f"unknown key {options.section!r}{unknown_key_hint([name, one])}")
         for key in keys:
             unit = f", {key.unit}" if key.unit else ""
             default = f"default {key.default}" if key.default else "required"

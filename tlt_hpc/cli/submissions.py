@@ -14,24 +14,24 @@ from pathlib import Path
 
 from tlt_hpc.cli.command_line import did_you_mean
 from tlt_hpc.cli.submit import (
-    as_typed,
     check_member,
+    find_jobs_to_wait_for,
     is_job,
-    jobs_before,
+    make_slurm_request,
     preflight,
     print_submission,
-    request_of,
+    relative_to_cwd,
     run_submit,
     submission_folder,
     submit,
 )
 from tlt_hpc.cluster.slurm import QueuedJob, SlurmError, ask_slurm, read_queue
-from tlt_hpc.cluster.status import UNKNOWN, MemberStatus, cancelled_file, read_statuses, unfinished
+from tlt_hpc.cluster.status import UNKNOWN, MemberStatus, cancelled_file, read_statuses, unfinished_member_names
 from tlt_hpc.cluster.submission import FILE, SUBMITTED, Submission, load, load_known_submissions
-from tlt_hpc.common.words import table
+from tlt_hpc.common.formatting import format_table
 from tlt_hpc.config import ConfigError, UserError
-from tlt_hpc.look.collect import RunRow, as_table, row_of, write_csv
-from tlt_hpc.look.live.list_runs import accepted, state_of
+from tlt_hpc.look.live.list_runs import read_accept_length_text, read_state_text
+from tlt_hpc.look.run_table import RunRow, as_table, read_run_row, write_csv
 from tlt_hpc.mpi.owner import read_owner
 
 
@@ -49,12 +49,12 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"no job file and no command {options.config!r}{near}")
         return run_submit(options)
     if command == "list":
-        return run_list(load_known_submissions(*filter(None, [options.folder])))
+        return print_submission_list(load_known_submissions(*filter(None, [options.folder])))
     if command == "collect" and options.output is not None and not options.output.parent.is_dir():
         raise ConfigError(f"--output {options.output}: its folder does not exist; make it first")
     if options.submission:
         submission, names = find_submission(options.submission)
-        newest = {job for member in submission.chosen(names) for job in member.jobs[-1:]}
+        newest = {job for member in submission.members_named(names) for job in member.jobs[-1:]}
         word = options.submission
         if command == "cancel" and is_job(word) and not any(word in (job, job.partition("_")[0]) for job in newest):
             raise ConfigError(f"job {word} was submitted again since; give the newest: {', '.join(sorted(newest))}")
@@ -80,9 +80,9 @@ def find_submission(word: str) -> tuple[Submission, set[str]]:
         return submission, {member.name for member in submission.members}
     known = load_known_submissions()
     for submission in reversed(known):
-        if is_job(word) and (names := submission.members_of(word)):
+        if is_job(word) and (names := submission.member_names_of_job(word)):
             return submission, names
-    there = ", ".join(str(as_typed(each.folder)) for each in known[-5:])
+    there = ", ".join(str(relative_to_cwd(each.folder)) for each in known[-5:])
     remedy = f"there are {there} (all: tlt submit list)" if there else "give the folder that `tlt submit` has named"
     raise ConfigError(f"no submission {word}; {remedy}")
 
@@ -96,7 +96,7 @@ def submission_to_cancel(known: Sequence[Submission]) -> Submission:
     queue = read_queue()
     live = [each for each in known if any(one.is_live or one.is_blocked for one in read_statuses(each, queue))]
     if any(each != known[-1] for each in live):
-        folders = ", ".join(str(as_typed(each.folder)) for each in live)
+        folders = ", ".join(str(relative_to_cwd(each.folder)) for each in live)
         raise ConfigError(f"jobs of an earlier submission wait or run; give one of {folders}")
     return known[-1]
 
@@ -110,7 +110,7 @@ def read_queue_or_warn(submissions: Iterable[Submission]) -> Mapping[str, Queued
         return None
 
 
-def run_list(known: Sequence[Submission]) -> int:
+def print_submission_list(known: Sequence[Submission]) -> int:
     """Print all submissions, the newest last, with their time, number of runs and states."""
     if not known:
         raise ConfigError(f"no {SUBMITTED} in {Path.cwd()}; call this where they were submitted, or give the folder")
@@ -119,10 +119,10 @@ def run_list(known: Sequence[Submission]) -> int:
         states = Counter(status.state for status in read_statuses(each, queue))
         words = ", ".join(f"{number} {state}" for state, number in states.items())
         rows.append((
-            str(as_typed(each.folder)), f"{datetime.fromtimestamp(each.made):%Y-%m-%d %H:%M}", str(len(each.members)),
-            words,
+            str(relative_to_cwd(each.folder)), f"{datetime.fromtimestamp(each.made):%Y-%m-%d %H:%M}",
+            str(len(each.members)), words,
         ))  # fmt: skip
-    print(table(rows))
+    print(format_table(rows))
     return 0
 
 
@@ -130,13 +130,18 @@ def run_status(
     submission: Submission, names: Collection[str], known: Sequence[Submission], options: argparse.Namespace
 ) -> int:
     """Print how each member stands, after those of the submissions waited for; status 1 if one has failed."""
-    chain = submission.chain(known)
+    chain = submission.dependency_chain(known)
     queue, failed = read_queue_or_warn(chain), set[str]()
     for each in chain:
         statuses = [one for one in read_statuses(each, queue) if each != submission or one.member.name in names]
         print(f"submission  {each.folder}")
-        print(as_table(rows_of(each, statuses, known), [str(as_typed(one.log)) if one.log else "" for one in statuses]))
-        failed |= unfinished(statuses)
+        print(
+            as_table(
+                member_result_rows(each, statuses, known),
+                [str(relative_to_cwd(one.log)) if one.log else "" for one in statuses],
+            )
+        )
+        failed |= unfinished_member_names(statuses)
     return int(bool(failed))
 
 
@@ -151,24 +156,24 @@ def run_resubmit(
     """
     queue = read_queue([submission.user])
     statuses = [one for one in read_statuses(submission, queue) if one.member.name in names]
-    again = unfinished(statuses)
-    for member in submission.chosen(again):
-        later, _ = submission.continued_by(member, known)
+    again = unfinished_member_names(statuses)
+    for member in submission.members_named(again):
+        later, _ = submission.find_continuation(member, known)
         if later:
-            folder = shlex.quote(str(as_typed(later.folder)))
+            folder = shlex.quote(str(relative_to_cwd(later.folder)))
             raise ConfigError(f"{member.run}: {folder} has continued it since; `tlt submit resubmit {folder}`")
     if not again:
         live = [status.member.jobs[-1] for status in statuses if status.is_live]
-        first = f"tlt submit cancel {shlex.quote(str(as_typed(submission.folder)))}"
+        first = f"tlt submit cancel {shlex.quote(str(relative_to_cwd(submission.folder)))}"
         more = f" and {len(live) - 1} more are" if live[1:] else " is"
         remedy = f"; {live[0]}{more} in the queue: to ask for something else, `{first}` first" if live else ""
         print(f"nothing has failed; nothing was submitted{remedy}")
         return 0
-    before = jobs_before(submission.after, is_first=False)
-    asked = replace(submission, request=request_of(options, submission.request.options))
-    print_submission(asked, asked.chosen(again), before)
+    before = find_jobs_to_wait_for(submission.after, is_first=False)
+    asked = replace(submission, request=make_slurm_request(options, submission.request.options))
+    print_submission(asked, asked.members_named(again), before)
     if asked.request != submission.request:
-        check_again(asked, again, before, with_preflight=not options.no_preflight)
+        check_changed_members(asked, again, before, with_preflight=not options.no_preflight)
     if options.dry_run:
         print("nothing was submitted (--dry-run)")
         return 0
@@ -179,13 +184,15 @@ def run_resubmit(
     return 0
 
 
-def check_again(asked: Submission, names: Collection[str], before: Sequence[str], with_preflight: bool) -> None:
+def check_changed_members(
+    asked: Submission, names: Collection[str], before: Sequence[str], with_preflight: bool
+) -> None:
     """Check members that get other nodes, ranks or limits than before, where their relative paths are read from.
 
     Raises:
         ConfigError: something would end their jobs.
     """
-    chosen = asked.chosen(names)
+    chosen = asked.members_named(names)
     with chdir(asked.store):
         for member in chosen:
             check_member(asked.config, member, asked.request.num_ranks)
@@ -217,7 +224,7 @@ def run_collect(
     """Print what each member has reached and what it took; with ``--output``, write it as CSV as well."""
     queue = read_queue_or_warn([submission])
     statuses = [one for one in read_statuses(submission, queue) if one.member.name in names]
-    rows = rows_of(submission, statuses, known)
+    rows = member_result_rows(submission, statuses, known)
     print(as_table(rows))
     if options.output is not None:
         swept = [dict(override.split("=", 1) for override in each.member.own) for each in statuses]
@@ -226,29 +233,31 @@ def run_collect(
     return 0
 
 
-def rows_of(submission: Submission, statuses: Sequence[MemberStatus], known: Sequence[Submission] = ()) -> list[RunRow]:
+def member_result_rows(
+    submission: Submission, statuses: Sequence[MemberStatus], known: Sequence[Submission] = ()
+) -> list[RunRow]:
     """Return each member's results and costs, without the steps of a later one of the ``known`` submissions."""
     rows = []
     for each in statuses:
-        member, place = each.member, submission.place(each.member)
-        _, later = submission.continued_by(member, known)
+        member, place = each.member, submission.run_folder(each.member)
+        _, later = submission.find_continuation(member, known)
         ends = (member.num_steps, later.first_step if later else None)
         until = min((end for end in ends if end is not None), default=None)
-        row = row_of(member.name, each.state, place, until)
+        row = read_run_row(member.name, each.state, place, until)
         if each.state == UNKNOWN:
-            row = row._replace(state=recorded_state(place))
+            row = row._replace(state=read_run_state(place))
         elif row.steps is None:  # a warm-up
-            row = row._replace(state=each.state + accepted(place))
+            row = row._replace(state=each.state + read_accept_length_text(place))
         owner = read_owner(place / "status")
         restarts = owner.restarts if owner and owner.job in member.jobs[-1:] else ""
         rows.append(row._replace(num_steps=member.num_steps, restarts=restarts))
     return rows
 
 
-def recorded_state(place: Path) -> str:
+def read_run_state(place: Path) -> str:
     """Return the state of the run in a folder by its own files."""
     try:
-        return state_of(place)
+        return read_state_text(place)
     except UserError:  # it has written nothing
         return UNKNOWN
 

@@ -20,7 +20,14 @@ from pathlib import Path
 import tlt_hpc
 from tlt_hpc.cli.plans import command_config, finished_message
 from tlt_hpc.cluster.executor import batch_script, submit_jobs
-from tlt_hpc.cluster.request import COUNTS, SlurmRequest, num_gpus, parse_sbatch_options, read_script_options, words_of
+from tlt_hpc.cluster.request import (
+    COUNTS,
+    SlurmRequest,
+    num_gpus,
+    parse_sbatch_options,
+    read_script_options,
+    sbatch_arguments,
+)
 from tlt_hpc.cluster.slurm import SlurmError, ask_slurm, read_queue
 from tlt_hpc.cluster.status import FINISHED, read_statuses
 from tlt_hpc.cluster.submission import (
@@ -35,10 +42,10 @@ from tlt_hpc.cluster.submission import (
     save,
     submitit_parameters,
 )
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.common.source import load_extra
-from tlt_hpc.common.words import count
 from tlt_hpc.config import ConfigError, load_config
-from tlt_hpc.look.collect import row_of
+from tlt_hpc.look.run_table import read_run_row
 
 _OF_THIS_MACHINE = ("rewards", "memory", "disk", "run folder", "torch", "mpi", "ranks talk")
 """Checks of preflight whose failure may mean only that a login node is no compute node."""
@@ -63,7 +70,7 @@ def submission_folder(word: str) -> Path:
     return named if (named / FILE).exists() and not (Path(word) / FILE).exists() else Path(word)
 
 
-def as_typed(folder: Path) -> Path:
+def relative_to_cwd(folder: Path) -> Path:
     """A folder as a user would type it here."""
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
@@ -80,7 +87,7 @@ def run_submit(options: argparse.Namespace) -> int:
         check_member(options.config, member, submission.request.num_ranks)
     if options.command_of_job == "train":
         refuse_finished(options.config, submission)
-    before = jobs_before(options.after, is_first=True)
+    before = find_jobs_to_wait_for(options.after, is_first=True)
     refuse_second_starts(submission, set(before))
     print_submission(submission, submission.members, before)
     if not options.no_preflight:
@@ -94,17 +101,17 @@ def run_submit(options: argparse.Namespace) -> int:
     if options.command_of_job == "warmup":
         made = (f"drafter.init={member.run}/drafter" for member in submission.members)
         print("for the runs after it:", *map(shlex.quote, made))
-    print(f"how it stands: tlt submit status {shlex.quote(str(as_typed(submission.folder)))}")
+    print(f"how it stands: tlt submit status {shlex.quote(str(relative_to_cwd(submission.folder)))}")
     return 0
 
 
 def print_submission(submission: Submission, members: Sequence[SubmittedRun], before: Sequence[str]) -> None:
     """Print what Slurm is asked for, and the command of each of these members."""
-    words = words_of({_SHOWN.get(name, name): value for name, value in submission.request.options.items()})
+    words = sbatch_arguments({_SHOWN.get(name, name): value for name, value in submission.request.options.items()})
     words += [f"--dependency=afterok:{':'.join(before)}"] if before else []
-    print(f"asks Slurm for {count(submission.request.num_ranks, 'rank')}:", " ".join(words))
+    print(f"asks Slurm for {format_count(submission.request.num_ranks, 'rank')}:", " ".join(words))
     for member in members:
-        there = f"   (is there with {count(member.first_step, 'step')}, and resumes)" * bool(member.first_step)
+        there = f"   (is there with {format_count(member.first_step, 'step')}, and resumes)" * bool(member.first_step)
         print(f"{member.run}: {shlex.join(('tlt', *member.arguments))}{there}", flush=True)
 
 
@@ -131,9 +138,9 @@ def make_submission(options: argparse.Namespace) -> Submission:
     config = str(folder.resolve() / Path(options.config).name)  # a copy: the file may be edited while jobs wait
     words = options.command_of_job, options.config, config, options.overrides, options.sweep
     members = make_members(*words, own_config)
-    members = tuple(replace(member, first_step=row_of("", "", Path(member.run)).steps or 0) for member in members)
+    members = tuple(replace(member, first_step=read_run_row("", "", Path(member.run)).steps or 0) for member in members)
     before = read_script_options(options.script) if options.script else {}
-    request = request_of(options, before, 0 if options.script else loaded.run.ranks)
+    request = make_slurm_request(options, before, 0 if options.script else loaded.run.ranks)
     after = tuple(word if is_job(word) else str(Path(word).resolve()) for word in options.after)
     place = folder.resolve(), Path.cwd(), find_project()
     return Submission(*place, name, config, request, members, time.time(), after)
@@ -156,7 +163,7 @@ def find_project() -> Path:
     raise ConfigError("no sbatch/env.sh here; call this in the clone, or in a folder that `tlt init` has made")
 
 
-def request_of(options: argparse.Namespace, before: Mapping[str, str], num_ranks: int = 0) -> SlurmRequest:
+def make_slurm_request(options: argparse.Namespace, before: Mapping[str, str], num_ranks: int = 0) -> SlurmRequest:
     """Return the request that the options make of Slurm; earlier options of sbatch decide what they leave open.
 
     Args:
@@ -174,12 +181,14 @@ def request_of(options: argparse.Namespace, before: Mapping[str, str], num_ranks
     if name := next((name for name in own if name in typed), ""):
         raise ConfigError(f"--{name} is given as an option and in --sbatch; leave one of them out")
     # ranks that are not checked would start by --ntasks and the like
-    if SlurmRequest(own).check("--sbatch").gpus_per_node and "gpus-per-node" in typed:
+    if SlurmRequest(own).check_options("--sbatch").gpus_per_node and "gpus-per-node" in typed:
         raise ConfigError("GPUs are given as an option and in --sbatch; leave one of them out")
     if SlurmRequest(own | typed).gpus_per_node:
         before = _without_gpus(before)
     kept = {name: value for name, value in before.items() if name not in _OWN_OPTIONS and value != _SIGNAL}
-    asked = SlurmRequest(parse_sbatch_options([*words_of(kept), *words_of(own)])).check().options
+    asked = (
+        SlurmRequest(parse_sbatch_options([*sbatch_arguments(kept), *sbatch_arguments(own)])).check_options().options
+    )
     asked = {name: value for name, value in asked.items() if not (name in _SHOWN and value.startswith("YOUR_"))} | typed
     asked = {name: value for name, value in asked.items() if value or name not in _SHOWN}  # --account "" asks for none
     for name in COUNTS:
@@ -214,17 +223,17 @@ def refuse_second_starts(submission: Submission, before: Set[str]) -> None:
     Raises:
         ConfigError: with the job.
     """
-    runs, queue = set(map(submission.place, submission.members)), None
+    runs, queue = set(map(submission.run_folder, submission.members)), None
     known = load_known_submissions(submission.folder.parent)
     for earlier in known:
-        same = [member for member in earlier.members if earlier.place(member) in runs and member.jobs]
+        same = [member for member in earlier.members if earlier.run_folder(member) in runs and member.jobs]
         queue = read_queue(each.user for each in known) if same and queue is None else queue
         for member in same:
             job = member.jobs[-1]
             if queue and job in queue and queue[job].is_live and before.isdisjoint((job, job.partition("_")[0])):
                 raise ConfigError(
-                    f"{member.run}: job {job} of {as_typed(earlier.folder)} is {queue[job].state.lower()}; wait for "
-                    f"it, add --after {job}, or give another run.name"
+                    f"{member.run}: job {job} of {relative_to_cwd(earlier.folder)} is {queue[job].state.lower()}; wait "
+                    f"for it, add --after {job}, or give another run.name"
                 )
 
 
@@ -237,12 +246,12 @@ def refuse_finished(config: str, submission: Submission) -> None:
     for member in submission.members:
         if finished_message(load_config(config, member.arguments[2:])):
             raise ConfigError(
-                f"{member.run} has finished: {member.first_step} of {count(member.num_steps or 0, 'step')}; raise "
-                "run.num_steps or give another run.name"
+                f"{member.run} has finished: {member.first_step} of {format_count(member.num_steps or 0, 'step')}; "
+                "raise run.num_steps or give another run.name"
             )
 
 
-def jobs_before(after: Sequence[str], is_first: bool) -> list[str]:
+def find_jobs_to_wait_for(after: Sequence[str], is_first: bool) -> list[str]:
     """The jobs that ``--after`` names, by number or by the folder of their submission; not those that have finished.
 
     Raises:
@@ -293,7 +302,7 @@ def drafter_folders_to_come(after: Sequence[str]) -> set[Path]:
     """Return the drafter folders that the warm-ups named by ``--after`` will write."""
     warmups = [load(Path(word)) for word in after if not is_job(word)]
     return {
-        warmup.place(member) / "drafter"
+        warmup.run_folder(member) / "drafter"
         for warmup in warmups
         for member in warmup.members
         if member.arguments[0] == "warmup"
@@ -311,7 +320,9 @@ def preflight(config: str, submission: Submission, before: Sequence[str], gpu_me
     try:
         ask_slurm("sinfo", "-h", "-o", "%P")
     except SlurmError as error:
-        raise ConfigError(error.fact, "call this on a login node, where Slurm answers (SLURM_CONF?)") from None
+        raise ConfigError(
+            error.message_without_remedy, "call this on a login node, where Slurm answers (SLURM_CONF?)"
+        ) from None
     failures, findings, warnings = list[str](), 0, 0
     arguments = submission.members[0].arguments[2:]
     drafter = Path(load_config(config, arguments).drafter.init).resolve()
@@ -333,8 +344,8 @@ def preflight(config: str, submission: Submission, before: Sequence[str], gpu_me
                 warnings += finding.level == "warning"
     if failures:
         skip = ", or add --no-preflight if it is of this machine alone" * set(failures).issubset(_OF_THIS_MACHINE)
-        raise ConfigError(f"nothing was submitted: {count(len(failures), 'failure')}; correct it{skip}")
-    print(f"{count(findings, 'check')}, {count(warnings, 'warning')}: nothing stands in the job's way")
+        raise ConfigError(f"nothing was submitted: {format_count(len(failures), 'failure')}; correct it{skip}")
+    print(f"{format_count(findings, 'check')}, {format_count(warnings, 'warning')}: nothing stands in the job's way")
 
 
 def keep_job_file(config: Path, folder: Path) -> None:
@@ -357,7 +368,7 @@ def submit(
 
     ``environment``: the variables that the user gave this process, which sbatch hands on to the jobs.
     """
-    chosen = submission.chosen(names)
+    chosen = submission.members_named(names)
     commands = [member.arguments for member in chosen]
     jobs = submit_jobs(submission.jobs_folder, submitit_parameters(submission, before), commands, environment)
     save(submission.with_jobs(dict(zip((member.name for member in chosen), jobs, strict=True))))

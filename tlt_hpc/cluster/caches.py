@@ -72,7 +72,7 @@ def is_own(folder: Path) -> bool:
 def memory_cache_warning(environment: Mapping[str, str]) -> str:
     """Return a warning if the caches of this node are in its memory, as where it has no disk; else an empty text."""
     folder = Path(environment.get(FOLDER, ""))
-    mount = System.of(environment).mount(folder)
+    mount = System.from_environment(environment).find_mount(folder)
     if FOLDER not in environment or not mount.is_memory:
         return ""
     found = os.statvfs(folder)

@@ -42,14 +42,14 @@ def restrict_to_one_gpu(environment: MutableMapping[str, str], rank: int) -> str
     devices, local = visible_devices(environment), local_rank(environment)
     if not devices or (local is None and len(devices) > 1):
         return None
-    own = devices[0] if len(devices) == 1 else devices[_index(local or 0, devices, environment)]
+    own = devices[0] if len(devices) == 1 else devices[_gpu_index(local or 0, devices, environment)]
     environment[VISIBLE] = environment[GIVEN] = own
     environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # numbers as the system and nvidia-smi have them
     logger.info("rank %d on %s uses GPU %s of %s", rank, socket.gethostname(), own, ",".join(devices))
     return own
 
 
-def fix_workspaces(environment: MutableMapping[str, str]) -> None:
+def set_cublas_workspaces(environment: MutableMapping[str, str]) -> None:
     """Have cuBLAS give the same bits every time; before its first product, as it reads the environment once.
 
     Raises:
@@ -59,7 +59,7 @@ def fix_workspaces(environment: MutableMapping[str, str]) -> None:
         raise UserError(f"{WORKSPACES}={found} makes runs differ: unset it, or set it to {' or '.join(_FIXED)}")
 
 
-def _index(local: int, devices: list[str], environment: Mapping[str, str]) -> int:
+def _gpu_index(local: int, devices: list[str], environment: Mapping[str, str]) -> int:
     if local >= len(devices) and environment.get(SHARED) != "1":
         raise UserError(
             f"{socket.gethostname()} has {len(devices)} GPUs ({VISIBLE}={','.join(devices)}) and more than {local} "

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import submitit
 from submitit.core.utils import FailedJobError
 
-from tlt_hpc.cluster.request import OPPOSITE, variable_of
+from tlt_hpc.cluster.request import OPPOSITE, sbatch_variable_name
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import os_error_text, read_text
 
@@ -70,11 +70,11 @@ def _executor(folder: Path, parameters: Mapping[str, Any]) -> Any:
     except RuntimeError:
         raise UserError("no srun on PATH, so there is no Slurm here; call this on the cluster") from None
     executor.update_parameters(**parameters)
-    drop_overruling(os.environ, (*_OWN, *parameters["additional_parameters"]))
+    remove_sbatch_variables(os.environ, (*_OWN, *parameters["additional_parameters"]))
     return executor
 
 
-def drop_overruling(environment: MutableMapping[str, str], options: Iterable[str]) -> None:
+def remove_sbatch_variables(environment: MutableMapping[str, str], options: Iterable[str]) -> None:
     """Remove sbatch's variables for these options: they would overrule the lines of the script that it is given.
 
     And what tells which member of an array, and which start, of a job this may run in: the job would inherit it, and
@@ -82,7 +82,7 @@ def drop_overruling(environment: MutableMapping[str, str], options: Iterable[str
     """
     asked = set(options)
     for option in asked | {other for one in asked for other in (*_INSTEAD.get(one, ()), OPPOSITE.get(one, one))}:
-        environment.pop(variable_of(option), None)
+        environment.pop(sbatch_variable_name(option), None)
     for name in [name for name in environment if name.startswith(("SLURM_ARRAY_", "SLURM_RESTART_"))]:
         del environment[name]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tlt_hpc.cluster.slurm import is_task
-from tlt_hpc.common.words import count
+from tlt_hpc.common.formatting import format_count
 
 PYTHON = (sys.executable, "-P", "-m")
 """Starts a module; not one of the folder that the user is in (``-P``), which may be another user's run."""
@@ -37,28 +37,28 @@ _LONGEST_JOB = 65536
 
 def launched_rank(environment: Mapping[str, str]) -> int | None:
     """This process's rank by its launcher's variables; None where no launcher started it."""
-    return _first_number(_RANK_VARIABLES, "SLURM_PROCID", environment)
+    return _first_integer_variable(_RANK_VARIABLES, "SLURM_PROCID", environment)
 
 
 def launched_count(environment: Mapping[str, str]) -> int | None:
     """Return the number of ranks that the launcher started; None where there was none."""
-    return None if launched_rank(environment) is None else _first_number(_SIZE_VARIABLES, "", environment)
+    return None if launched_rank(environment) is None else _first_integer_variable(_SIZE_VARIABLES, "", environment)
 
 
 def local_rank(environment: Mapping[str, str]) -> int | None:
     """This rank's number on its node, by its launcher's variables; None where none says."""
-    return _first_number(_LOCAL_RANK_VARIABLES, "SLURM_LOCALID", environment)
+    return _first_integer_variable(_LOCAL_RANK_VARIABLES, "SLURM_LOCALID", environment)
 
 
-def _first_number(names: Sequence[str], of_task: str, environment: Mapping[str, str]) -> int | None:
+def _first_integer_variable(names: Sequence[str], of_task: str, environment: Mapping[str, str]) -> int | None:
     """The value of the first variable that is set; of Slurm's ``of_task`` only in a process that srun has started."""
     known = (*names, of_task) if is_task(environment) else names
     return next((int(environment[name]) for name in known if name in environment), None)
 
 
-def starting(num_ranks: int | None) -> str:
+def starting_ranks_message(num_ranks: int | None) -> str:
     """The line for the user as ranks start; None if the launcher does not give their number."""
-    return f"starting {'the ranks' if num_ranks is None else count(num_ranks, 'rank')}"
+    return f"starting {'the ranks' if num_ranks is None else format_count(num_ranks, 'rank')}"
 
 
 def single_rank_hint(environment: Mapping[str, str], num_ranks: int, given: Sequence[str]) -> str:
@@ -74,12 +74,12 @@ def single_rank_hint(environment: Mapping[str, str], num_ranks: int, given: Sequ
     return f"srun started one rank, but run.ranks = {num_ranks}; to start all of them: `{by_srun}`"
 
 
-def crowding(num_ranks: int, num_cores: int) -> str:
+def crowded_cores_note(num_ranks: int, num_cores: int) -> str:
     """Return the end of that line if ranks of this machine outnumber the cores that they may run on; else empty."""
-    return f" on {count(num_cores, 'core')}, which will be slow" if num_ranks > num_cores else ""
+    return f" on {format_count(num_cores, 'core')}, which will be slow" if num_ranks > num_cores else ""
 
 
-def started_at(environment: Mapping[str, str]) -> float | None:
+def launch_time(environment: Mapping[str, str]) -> float | None:
     """When this program started the ranks, in seconds since the epoch; None if it did not within the last day."""
     try:
         at = float(environment.get(STARTED, ""))
@@ -88,7 +88,7 @@ def started_at(environment: Mapping[str, str]) -> float | None:
     return at if 0 <= time.time() - at < 86400 else None
 
 
-def given_job(environment: Mapping[str, str], path: str) -> bytes | None:
+def job_text_from_launcher(environment: Mapping[str, str], path: str) -> bytes | None:
     """Return the text of the job file ``path`` as the launcher read it; None if it was not handed on to this rank."""
     if launched_rank(environment) is None or environment.get(JOB_FILE) != path:
         return None
@@ -158,7 +158,7 @@ def pipe_output_through_tee() -> None:
         os.dup2(inlet.fileno(), stream.fileno())
 
 
-def become_ranks(num_ranks: int, arguments: Sequence[str], job: str) -> None:
+def exec_mpiexec(num_ranks: int, arguments: Sequence[str], job: str) -> None:
     """Replace this process by mpiexec with the ranks; does not return."""
     command = launch_command(num_ranks, arguments)
     pipe_output_through_tee()

@@ -29,7 +29,7 @@ class ChosenNetwork:
     """Cards, interfaces, or libfabric's provider."""
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Name and cards for the user."""
         return (self.name or "unknown") + (f" ({', '.join(self.cards)})" if self.cards else "")
 
@@ -39,7 +39,7 @@ class ChosenNetwork:
         return self.name == _SOCKET
 
 
-def start_log(environment: MutableMapping[str, str]) -> Path | None:
+def enable_nccl_log(environment: MutableMapping[str, str]) -> Path | None:
     """Have NCCL write a log of its start, before this process uses NCCL; None where the user has NCCL write another."""
     if any(name in environment for name in _LOG_VARIABLES):
         return None
@@ -50,7 +50,7 @@ def start_log(environment: MutableMapping[str, str]) -> Path | None:
 
 
 def read_and_remove_nccl_log(path: Path, environment: MutableMapping[str, str]) -> ChosenNetwork:
-    """Read NCCL's choice, once the ranks have met; removes the log file and the variables of ``start_log``."""
+    """Read NCCL's choice, once the ranks have met; removes the log file and the variables of ``enable_nccl_log``."""
     for name in _LOG_VARIABLES:
         environment.pop(name, None)
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -72,7 +72,7 @@ def parse_log(text: str) -> ChosenNetwork:
     return ChosenNetwork(name, tuple(re.findall(r"\[\d+\]([^:\s]+)", "".join(_CARDS.findall(text)[-1:]))))
 
 
-def warning_of(choices: Mapping[str, ChosenNetwork], cards: Sequence[str]) -> str:
+def slow_network_warning(choices: Mapping[str, ChosenNetwork], cards: Sequence[str]) -> str:
     """A line on a network that is slower than it could be; empty if there is nothing to say.
 
     Args:
@@ -82,7 +82,9 @@ def warning_of(choices: Mapping[str, ChosenNetwork], cards: Sequence[str]) -> st
     if len(names) > 1:
         usual = names.most_common(1)[0][0]
         host, choice = next((host, choice) for host, choice in choices.items() if choice.name != usual)
-        return f"NCCL chose the network {choice.words} on {host}, where most nodes have {usual}; leave that node out"
+        return (
+            f"NCCL chose the network {choice.description} on {host}, where most nodes have {usual}; leave that node out"
+        )
     if cards and all(choice.is_socket for choice in choices.values()):
         return (
             f"NCCL communicates by sockets, though there are {', '.join(cards)}: two to three times slower; load the "

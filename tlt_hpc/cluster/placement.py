@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tlt_hpc.cluster.topology import UNKNOWN, System, format_cores, nearest, own_gpu
-from tlt_hpc.common.words import count, table
+from tlt_hpc.cluster.topology import UNKNOWN, System, format_cores, nearest_card, own_gpu
+from tlt_hpc.common.formatting import format_count, format_table
 
 CPU_BIND = "TLT_CPU_BIND"
 """srun's ``--cpu-bind``, of ``sbatch/env.sh``; "none" keeps ranks from binding themselves as well."""
@@ -58,7 +58,7 @@ def read_seat(system: System, environment: Mapping[str, str], hostname: str, use
     gpu_numa = UNKNOWN if gpu is None else gpu.numa
     if gpu is not None and gpu_numa == UNKNOWN and len(numa_cores) == 1:
         gpu_numa = next(iter(numa_cores))
-    card = nearest(system.cards(), gpu_numa if gpu else next(iter(numa), UNKNOWN), gpu.bus if gpu else ())
+    card = nearest_card(system.network_cards(), gpu_numa if gpu else next(iter(numa), UNKNOWN), gpu.bus if gpu else ())
     threads = environment.get("OMP_NUM_THREADS", "1").split(",")[0]
     return Seat(
         hostname=hostname,
@@ -69,7 +69,7 @@ def read_seat(system: System, environment: Mapping[str, str], hostname: str, use
         gpu=gpu.name if gpu else "",
         gpu_numa=gpu_numa,
         card=card.name if card else "",
-        num_physical=len({system.siblings(core) for core in cores}),
+        num_physical=len({system.hardware_threads_of_core(core) for core in cores}),
     )
 
 
@@ -135,13 +135,13 @@ class NodeLayout:
     def name(self) -> str:
         """The first host and how many others are alike."""
         others = len(self.hostnames) - 1
-        return self.hostnames[0] + (f" and {count(others, 'node')} alike" if others else "")
+        return self.hostnames[0] + (f" and {format_count(others, 'node')} alike" if others else "")
 
     def table(self) -> list[str]:
         """A line on the nodes, one of headings, and one for each rank of a node."""
         rows = [_HEAD, *(_row(rank, seat) for rank, seat in zip(self.ranks, self.seats, strict=True))]
         bound = ", each bound by itself to cores near its GPU" if self.seats[0].is_self_bound else ""
-        return [f"ranks on {self.name}{bound}:", *(f"  {line}" for line in table(rows).splitlines())]
+        return [f"ranks on {self.name}{bound}:", *(f"  {line}" for line in format_table(rows).splitlines())]
 
 
 def _row(rank: int, seat: Seat) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ def _row(rank: int, seat: Seat) -> tuple[str, ...]:
     return str(rank), *(text or _NOT_KNOWN for text in (seat.gpu, format_cores(seat.cores), *numa, seat.card))
 
 
-def kinds_of(seats: Sequence[Seat]) -> list[NodeLayout]:
+def group_equal_nodes(seats: Sequence[Seat]) -> list[NodeLayout]:
     """The kinds of nodes, in the order of their first ranks.
 
     Args:
@@ -181,34 +181,38 @@ def warnings_of(kind: NodeLayout, offloads: bool = False) -> list[str]:
             "srun --cpus-per-task=N --cpu-bind=cores, or mpirun --bind-to none"
         ]
     found = []
-    if ranks := _sharing(seats):
+    if ranks := _ranks_sharing_cores(seats):
         remedy = "give each its own: srun --cpu-bind=cores --cpus-per-task=N, as sbatch/env.sh does"
-        found.append(f"{_named(kind, ranks)} {where} share cores; {remedy}")
+        found.append(f"{_format_rank_names(kind, ranks)} {where} share cores; {remedy}")
     if ranks := [rank for rank, seat in enumerate(seats) if seat.is_far]:
-        found.append(f"{_named(kind, ranks)} {where}: no core is near the GPU; {remedy_of(seats)}")
+        found.append(
+            f"{_format_rank_names(kind, ranks)} {where}: no core is near the GPU; {core_binding_remedy(seats)}"
+        )
     is_placed = len(seats) > 1 and (len({seat.cores for seat in seats}) > 1 or any(seat.gpu for seat in seats))
     if ranks := [rank for rank, seat in enumerate(seats) if is_placed and len(seat.numa) > 1 and not seat.is_far]:
-        found.append(f"{_named(kind, ranks)} {where}: cores are of several NUMA nodes; {remedy_of(seats)}")
+        found.append(
+            f"{_format_rank_names(kind, ranks)} {where}: cores are of several NUMA nodes; {core_binding_remedy(seats)}"
+        )
     if ranks := [rank for rank, seat in enumerate(seats) if seat.threads > len(seat.cores)]:
         few, threads = len(seats[ranks[0]].cores), seats[ranks[0]].threads
         found.append(
-            f"{_named(kind, ranks)} {where} may use {count(few, 'core')} for {threads} threads (OMP_NUM_THREADS); ask "
-            f"for --cpus-per-task={threads}, or set {_threads(few)}"
+            f"{_format_rank_names(kind, ranks)} {where} may use {format_count(few, 'core')} for {threads} threads "
+            f"(OMP_NUM_THREADS); ask for --cpus-per-task={threads}, or set {_threads_setting_text(few)}"
         )
     together = Counter(seat.cores for seat in seats)
     own = [seat.num_physical // together[seat.cores] for seat in seats]
     if ranks := [rank for rank, seat in enumerate(seats) if offloads and own[rank] > seat.threads]:
         most, few = own[ranks[0]], seats[ranks[0]].threads
-        what = f"the optimiser (optimizer.offload) uses {count(few, 'thread')} on {count(most, 'core')}"
-        found.append(f"{_named(kind, ranks)} {where}: {what}; set {_threads(most)}")
+        what = f"the optimiser (optimizer.offload) uses {format_count(few, 'thread')} on {format_count(most, 'core')}"
+        found.append(f"{_format_rank_names(kind, ranks)} {where}: {what}; set {_threads_setting_text(most)}")
     return found
 
 
-def _threads(number: int) -> str:
+def _threads_setting_text(number: int) -> str:
     return f"OMP_NUM_THREADS={number} (TLT_THREADS={number} with sbatch/env.sh)"
 
 
-def _sharing(seats: Sequence[Seat]) -> list[int]:
+def _ranks_sharing_cores(seats: Sequence[Seat]) -> list[int]:
     """Ranks that share cores with another and lose by it: not where the system may move all of them everywhere."""
     together = Counter(seat.cores for seat in seats)
     if len(together) == 1:
@@ -218,7 +222,7 @@ def _sharing(seats: Sequence[Seat]) -> list[int]:
     return [rank for rank, seat in enumerate(seats) if any(users[core] > 1 for core in seat.cores)]
 
 
-def remedy_of(seats: Sequence[Seat]) -> str:
+def core_binding_remedy(seats: Sequence[Seat]) -> str:
     """Return the user's remedy that gives the ranks of a node cores near their GPUs."""
     if not all(seat.best for seat in seats):
         return "ask for whole nodes (--exclusive), so that the cores near each GPU are the job's"
@@ -226,7 +230,7 @@ def remedy_of(seats: Sequence[Seat]) -> str:
     return f"export {CPU_BIND}=mask_cpu:{masks} before sbatch (srun --cpu-bind)"
 
 
-def _named(kind: NodeLayout, places: Sequence[int]) -> str:
+def _format_rank_names(kind: NodeLayout, places: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0-3,8``."""
     ranks = [kind.ranks[place] for place in places]
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {format_cores(ranks)}"

@@ -65,23 +65,23 @@ class SlurmRequest:
             ConfigError: no such script, or an invalid value.
         """
         typed = given or {}
-        named = {name: value for name in _READ_FROM_VARIABLES if (value := environment.get(variable_of(name)))}
-        words = [word for part in (read_script_options(script), named, typed) for word in words_of(part)]
-        variables = tuple(variable_of(name) for name in named if name not in typed)
-        return cls(parse_sbatch_options(words), variables, (*words_of(typed), str(script))).check()
+        named = {name: value for name in _READ_FROM_VARIABLES if (value := environment.get(sbatch_variable_name(name)))}
+        words = [word for part in (read_script_options(script), named, typed) for word in sbatch_arguments(part)]
+        variables = tuple(sbatch_variable_name(name) for name in named if name not in typed)
+        return cls(parse_sbatch_options(words), variables, (*sbatch_arguments(typed), str(script))).check_options()
 
-    def asked(self, option: str) -> str:
+    def option_value(self, option: str) -> str:
         """The value of an option of sbatch; empty where it is not given."""
         return self.options.get(option, "")
 
-    def check(self, source: str = "the script") -> SlurmRequest:
+    def check_options(self, source: str = "the script") -> SlurmRequest:
         """Refuse what ``source`` must not ask for; returns this request.
 
         Raises:
             ConfigError: a count is no number, or an option has another measure than the node.
         """
         for name, instead in _NOT_READ.items():
-            if value := self.asked(name):
+            if value := self.option_value(name):
                 raise ConfigError(f"{source} asks for --{name}={value}; write {instead} in its place")
         for name in COUNTS:
             self._count(name)
@@ -101,8 +101,8 @@ class SlurmRequest:
 
     @property
     def gpus_per_node(self) -> int:
-        kinds = ",".join(f"gpu:{kind}" for kind in self.asked("gpus-per-node").split(",") if kind)
-        return num_gpus(kinds or self.asked("gres"))
+        kinds = ",".join(f"gpu:{kind}" for kind in self.option_value("gpus-per-node").split(",") if kind)
+        return num_gpus(kinds or self.option_value("gres"))
 
     @property
     def ranks_per_node(self) -> int:
@@ -124,7 +124,7 @@ class SlurmRequest:
         return megabytes(self.options["mem"]) if "mem" in self.options else None
 
     @property
-    def requeue(self) -> bool | None:
+    def wants_requeue(self) -> bool | None:
         """None: the cluster's default."""
         return next((name == "requeue" for name in OPPOSITE if name in self.options), None)
 
@@ -135,19 +135,19 @@ class SlurmRequest:
         Raises:
             SlurmError: it is not in Slurm's format.
         """
-        return parse_slurm_time(self.asked("time") or "0") or math.inf  # 0 requests no limit
+        return parse_slurm_time(self.option_value("time") or "0") or math.inf  # 0 requests no limit
 
-    def source(self, option: str) -> str:
+    def option_source(self, option: str) -> str:
         """What decides about an option, to be named to the user: a variable of sbatch if it is set, else the script."""
-        return variable if (variable := variable_of(option)) in self.variables else "the script"
+        return variable if (variable := sbatch_variable_name(option)) in self.variables else "the script"
 
 
-def variable_of(option: str) -> str:
+def sbatch_variable_name(option: str) -> str:
     """The variable with which sbatch takes an option."""
     return f"SBATCH_{_VARIABLES.get(option, option.upper().replace('-', '_'))}"
 
 
-def words_of(options: Mapping[str, str]) -> list[str]:
+def sbatch_arguments(options: Mapping[str, str]) -> list[str]:
     """Options as they are typed."""
     return [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
 

@@ -41,10 +41,12 @@ def read_statuses(submission: Submission, queue: Mapping[str, QueuedJob] | None)
     Raises:
         UserError: the status of a job, or the word of a run that it has finished, cannot be read.
     """
-    return [member_status(submission, member, queue) for member in submission.members]
+    return [read_member_status(submission, member, queue) for member in submission.members]
 
 
-def member_status(submission: Submission, member: SubmittedRun, queue: Mapping[str, QueuedJob] | None) -> MemberStatus:
+def read_member_status(
+    submission: Submission, member: SubmittedRun, queue: Mapping[str, QueuedJob] | None
+) -> MemberStatus:
     """Read the exit status of one member's newest job and return its state."""
     if not member.jobs:
         return MemberStatus(member, "not submitted", False, False, None)
@@ -58,7 +60,7 @@ def member_status(submission: Submission, member: SubmittedRun, queue: Mapping[s
     else:
         state = job_state(queued, status, cancelled_file(submission, job).exists())
     has_failed = status not in (None, 0, STOPPED_EARLY) and state != CANCELLED
-    if not (is_live or is_blocked or has_failed) and has_done_all_steps(submission.place(member), member):
+    if not (is_live or is_blocked or has_failed) and has_done_all_steps(submission.run_folder(member), member):
         state = FINISHED
     return MemberStatus(member, state, is_live, is_blocked, log if log.exists() else None)
 
@@ -94,34 +96,34 @@ def job_state(queued: QueuedJob | None, status: int | None, was_cancelled: bool 
     return {0: FINISHED, STOPPED_EARLY: "stopped early"}.get(status, f"failed (status {status})")
 
 
-def unfinished(statuses: Sequence[MemberStatus]) -> set[str]:
+def unfinished_member_names(statuses: Sequence[MemberStatus]) -> set[str]:
     """The names of those that neither wait nor run nor have finished: what ``resubmit`` submits again."""
     return {status.member.name for status in statuses if not status.is_live and status.state not in (FINISHED, UNKNOWN)}
 
 
 @lru_cache(maxsize=16)
-def resubmitted_by(run: Path, job: str) -> str:
+def resubmit_command(run: Path, job: str) -> str:
     """The command that submits a job of a run's folder again; empty if no submission from this folder has it.
 
     Read once: a screen that is redrawn asks again and again.
     """
-    has_it = any(job in member.jobs for _, member in _submitted(run))
+    has_it = any(job in member.jobs for _, member in _find_submitted_members(run))
     return f"tlt submit resubmit {job}" if has_it else ""
 
 
 def describe_pending_job(run: Path) -> str:
     """The submitted job that will write a run's folder, and its state, in words; empty if none waits or runs."""
-    if not (found := _submitted(run)):
+    if not (found := _find_submitted_members(run)):
         return ""
     submission, member = found[-1]
     try:
-        status = member_status(submission, member, read_queue([submission.user]))
+        status = read_member_status(submission, member, read_queue([submission.user]))
     except SlurmError:
         return ""
     return f"job {member.jobs[-1]} of {submission.folder.name} is {status.state}" * status.is_live
 
 
-def _submitted(run: Path) -> list[tuple[Submission, SubmittedRun]]:
+def _find_submitted_members(run: Path) -> list[tuple[Submission, SubmittedRun]]:
     """The members whose run is in this folder and that have jobs, the newest last."""
     known = [(submission, member) for submission in load_known_submissions() for member in submission.members]
-    return [(each, member) for each, member in known if member.jobs and each.place(member) == run.resolve()]
+    return [(each, member) for each, member in known if member.jobs and each.run_folder(member) == run.resolve()]

@@ -7,13 +7,14 @@
        SIGTERM                   ``Stop.KILL``: killed within seconds; nothing that takes long
 
    The most urgent request wins: a run that is saving because of ``Stop.TIME`` gives that up if SIGTERM follows.
-2. Vote. Ranks are not signalled at the same moment, so they agree: inside a rollout by the pulse (``Roster.stopping``
-   in mpi/roster.py), between steps by ``World.allgather_with_stop_vote`` and ``World.agree_to_stop`` (mpi/world.py).
-3. Save. ``should_continue`` (run/saving.py) ends the loop of train.py; a rollout that was cut short has its finished
-   responses written (``Keeper.write_new_responses`` in run/kept.py), and ``save_at_end`` writes a checkpoint as far as
-   ``StopFlag.is_late`` leaves time.
-4. Requeue. ``queue_again``, called by ``requeue_stopped_job`` of cli/rank_commands.py on rank 0, has Slurm queue the
-   job again.
+2. Vote. Ranks are not signalled at the same moment, so they agree: inside a rollout by the pulse
+   (``Roster.has_stop_vote`` in mpi/roster.py), between steps by ``World.allgather_with_stop_vote`` and
+   ``World.agree_to_stop`` (mpi/world.py).
+3. Save. ``agree_to_continue`` (run/saving.py) ends the loop of train.py; a rollout that was cut short has its finished
+   responses written (``Keeper.write_new_responses`` in run/kept_responses.py), and ``save_at_end`` writes a checkpoint
+   as far as ``StopFlag.is_late`` leaves time.
+4. Requeue. ``requeue_job_if_progress``, called by ``requeue_stopped_job`` of cli/rank_commands.py on rank 0, has Slurm
+   queue the job again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from typing import TypeVar
 
 from tlt_hpc.cluster.launcher import launched_rank
 from tlt_hpc.cluster.slurm import Allocation, SlurmError, allocation
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_json, read_bytes
 from tlt_hpc.storage.records import add_json_line
 
@@ -159,10 +160,10 @@ class StopFlag:
             if left < math.inf:
                 self.set_time_limit(left, at_last, ask_again)
 
-        last = self._after(seconds - min(END_SECONDS, ahead) / 2, lambda: self.call_once_at_end(at_last))
-        self._after(seconds - ahead, stop_or_extend_limit)
+        last = self._start_timer(seconds - min(END_SECONDS, ahead) / 2, lambda: self.call_once_at_end(at_last))
+        self._start_timer(seconds - ahead, stop_or_extend_limit)
 
-    def _after(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
+    def _start_timer(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
         self.timers.append(threading.Timer(min(seconds, threading.TIMEOUT_MAX), action))
         self.timers[-1].daemon = True
         self.timers[-1].start()
@@ -178,12 +179,12 @@ class StopFlag:
             if is_first:
                 at_last()
 
-    def leave(self) -> None:
+    def ignore_time_limit_signal(self) -> None:
         """All is done: from here on a signal of the time limit, which Python would no longer answer, ends nothing."""
         self.is_left = True
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
-    def install(self) -> None:
+    def install_signal_handlers(self) -> None:
         """Have SIGTERM, SIGINT and SIGUSR2 request a stop; a second Ctrl-C, at least a second later, interrupts.
 
         Raises (later, in the main thread):
@@ -249,7 +250,7 @@ def start_time_limit_timers(
         if progress is None:
             return
         # it will be killed, and the next start is not to take that for a fault; a disk that hangs delays nothing
-        leaving = threading.Thread(target=partial(BEAT.leave, "stopped early"), name="leave", daemon=True)
+        leaving = threading.Thread(target=partial(BEAT.record_ending, "stopped early"), name="leave", daemon=True)
         leaving.start()
         leaving.join(KILL_SECONDS / 5)
         try:
@@ -257,7 +258,7 @@ def start_time_limit_timers(
         except (ValueError, OSError) as error:  # which the next start meets, and reports
             logger.warning("how far the work has come is not known: %s", error)
             done = f"unknown at {time.time():.0f}"
-        print(f"tlt: {queue_again(environment, folder, done)}", flush=True)
+        print(f"tlt: {requeue_job_if_progress(environment, folder, done)}", flush=True)
 
     def ask_again(within: float) -> float:
         try:
@@ -269,7 +270,7 @@ def start_time_limit_timers(
     flag.set_time_limit(left, at_last, ask_again)
 
 
-def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> str:
+def requeue_job_if_progress(environment: Mapping[str, str], folder: Path, progress: str) -> str:
     """Have Slurm queue this job again, once it has saved all that it will. Returns the line for the user.
 
     ``progress`` is how far the work in ``folder`` has come: a job that starts again and again without progress is not
@@ -278,7 +279,7 @@ def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> 
     job = allocation(environment)
     if job is None:
         return "not in a Slurm job, so nothing was queued: the same command resumes"
-    history = read_history(folder / HISTORY)
+    history = read_requeue_history(folder / HISTORY)
     idle = [entry for entry in history if entry["job"] == job.job_id][1 - MAX_IDLE_STARTS :]
     if len(idle) == MAX_IDLE_STARTS - 1 and all(entry["progress"] == progress for entry in idle):
         return (
@@ -295,7 +296,7 @@ def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> 
 
 def _requeue(job: Allocation) -> None:
     try:
-        _try_again(job.requeue)
+        _retry_slurm_request(job.requeue)
     except SlurmError:
         with suppress(SlurmError):
             if job.ask_if_requeued():  # only the answer was lost
@@ -303,7 +304,7 @@ def _requeue(job: Allocation) -> None:
         raise
 
 
-def _try_again(ask: Callable[[], T]) -> T:
+def _retry_slurm_request(ask: Callable[[], T]) -> T:
     """What Slurm answers, asked a few times: the controller is busy where many jobs end at once.
 
     Raises:
@@ -323,7 +324,7 @@ def how_to_resume(environment: Mapping[str, str]) -> str:
     return f"`{environment[AGAIN]}` resumes" if AGAIN in environment else "submit the same script, which resumes"
 
 
-def stopped_early(reason: str, how_far: str, folder: Path) -> str:
+def stopped_early_message(reason: str, how_far: str, folder: Path) -> str:
     """The line for the user of work in ``folder`` that was stopped, with how it is resumed."""
     again = os.environ.get(AGAIN)
     resume = f"if Slurm does not queue it again, `{again}` resumes" if again else "the same command resumes"
@@ -337,7 +338,7 @@ def await_preemption(environment: Mapping[str, str]) -> None:
     """
     job = allocation(environment)
     try:
-        if job is None or not _try_again(job.ask_if_preempted):
+        if job is None or not _retry_slurm_request(job.ask_if_preempted):
             return
     except SlurmError as error:
         resume = how_to_resume(environment)
@@ -355,7 +356,7 @@ def await_preemption(environment: Mapping[str, str]) -> None:
             ask_if_preempted = job.ask_if_preempted()
 
 
-def read_history(path: Path) -> list[dict[str, object]]:
+def read_requeue_history(path: Path) -> list[dict[str, object]]:
     """The starts of a folder's jobs that ended at their time limit; none if the file cannot be read.
 
     A line that is damaged, such as one that was cut off on a full disk, is left out.

@@ -19,7 +19,7 @@ from tlt_hpc.cluster.slurm import parse_slurm_time
 from tlt_hpc.cluster.stopping import AGAIN, seconds_before_limit
 from tlt_hpc.common.files import DamagedText, Moment, read_json
 from tlt_hpc.config import Config, ConfigError, load_config
-from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.folder import atomic_write
 
 FILE = "submission.json"
 SUBMITTED = Path("runs") / "submitted"
@@ -74,7 +74,7 @@ class Submission:
         """Logs, batch scripts, exit statuses, and what submitit keeps of each job."""
         return self.folder / "jobs"
 
-    def place(self, member: SubmittedRun) -> Path:
+    def run_folder(self, member: SubmittedRun) -> Path:
         """The folder of a member's run."""
         return (self.store / member.run).resolve()
 
@@ -83,7 +83,7 @@ class Submission:
         jobs = {word for member in other.members for job in member.jobs for word in (job, job.partition("_")[0])}
         return str(other.folder) in self.after or not jobs.isdisjoint(self.after)
 
-    def chain(self, known: Sequence[Submission]) -> list[Submission]:
+    def dependency_chain(self, known: Sequence[Submission]) -> list[Submission]:
         """This one, and before it those that it waits for; ``known`` are all, the oldest first."""
         chain = [self]
         for earlier in reversed([each for each in known if each.made < self.made]):
@@ -91,7 +91,7 @@ class Submission:
                 chain.insert(0, earlier)
         return chain
 
-    def continued_by(
+    def find_continuation(
         self, member: SubmittedRun, known: Sequence[Submission]
     ) -> tuple[Submission, SubmittedRun] | tuple[None, None]:
         """The next of the ``known`` submissions that continues a member's run, and its member; None: there is none.
@@ -100,7 +100,9 @@ class Submission:
         """
         chain = [self]
         for later in (each for each in known if each.made > self.made):
-            for same in (each for each in later.members if each.jobs and later.place(each) == self.place(member)):
+            for same in (
+                each for each in later.members if each.jobs and later.run_folder(each) == self.run_folder(member)
+            ):
                 if not any(map(later.waits_for, chain)):
                     return later, same
                 chain.append(later)
@@ -111,11 +113,11 @@ class Submission:
         members = (dataclasses.replace(m, jobs=(*m.jobs, jobs[m.name])) if m.name in jobs else m for m in self.members)
         return dataclasses.replace(self, members=tuple(members))
 
-    def members_of(self, word: str) -> set[str]:
+    def member_names_of_job(self, word: str) -> set[str]:
         """The names of the members that have, or had before a resubmission, a job or array of the number ``word``."""
         return {m.name for m in self.members for job in m.jobs if word in (job, job.partition("_")[0])}
 
-    def chosen(self, names: Collection[str]) -> list[SubmittedRun]:
+    def members_named(self, names: Collection[str]) -> list[SubmittedRun]:
         """The members of these names."""
         return [member for member in self.members if member.name in names]
 
@@ -141,9 +143,9 @@ def make_members(
         raise ConfigError(f"--sweep {twice} is given twice; give all its values in one: {twice}=A,B")
     base = load_config(config, shared).run.name
     members = []
-    for own in itertools.product(*map(expand, sweeps)):
+    for own in itertools.product(*map(expand_sweep, sweeps)):
         is_named = not own or any(override.startswith("run.name=") for override in own)
-        overrides = (*shared, *own, *(() if is_named else (f"run.name={'-'.join([base, *map(label, own)])}",)))
+        overrides = (*shared, *own, *(() if is_named else (f"run.name={'-'.join([base, *map(override_label, own)])}",)))
         member = own_config(load_config(config, overrides))
         num_steps = None if command == "warmup" else member.run.num_steps
         arguments = (command, copy, *overrides)
@@ -154,7 +156,7 @@ def make_members(
     return tuple(members)
 
 
-def expand(sweep: str) -> list[str]:
+def expand_sweep(sweep: str) -> list[str]:
     """The overrides that ``section.key=A,B`` stands for; commas within brackets or quotes separate nothing.
 
     Raises:
@@ -171,7 +173,7 @@ def expand(sweep: str) -> list[str]:
     return [f"{key}={value}" for value in values]
 
 
-def label(override: str) -> str:
+def override_label(override: str) -> str:
     """A member's part of its run's name, e.g. ``seed0``."""
     key, _, value = override.partition("=")
     return re.sub(r"[^A-Za-z0-9._-]+", "_", key.rpartition(".")[2] + value).strip("_")
@@ -186,7 +188,7 @@ def further_options(request: SlurmRequest) -> dict[str, Any]:
     asked = request.options
     limits = [parse_slurm_time(asked[name]) for name in ("time", "time-min") if name in asked]
     ahead = seconds_before_limit(min((limit for limit in limits if limit), default=math.inf))  # 0 requests no limit
-    requeue = {"requeue": True} if request.requeue is None else {}
+    requeue = {"requeue": True} if request.wants_requeue is None else {}
     own = {name: value or True for name, value in asked.items() if name not in ("nodes", "ntasks-per-node")}
     return {"signal": f"USR2@{ahead:.0f}"} | requeue | own
 
@@ -239,7 +241,7 @@ def save(submission: Submission) -> None:
         WriteError: no room or no permission.
     """
     submission.jobs_folder.mkdir(parents=True, exist_ok=True)
-    with writing_beside(submission.folder / FILE) as part:
+    with atomic_write(submission.folder / FILE) as part:
         part.write_text(json.dumps(dataclasses.asdict(submission), indent=1, default=str) + "\n", encoding="utf-8")
 
 

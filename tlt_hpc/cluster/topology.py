@@ -64,59 +64,59 @@ class System:
     root: Path = Path("/")
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> System:
+    def from_environment(cls, environment: Mapping[str, str]) -> System:
         """Return the system that the environment names, else this machine's own."""
         return cls(Path(environment.get(ROOT, "/")))
 
     def numa_cores(self) -> dict[int, frozenset[int]]:
         """NUMA node -> its cores; empty where the system does not say."""
         folders = (self.root / "sys/devices/system/node").glob("node[0-9]*")
-        found = {int(folder.name[4:]): parse_cores(_text(folder / "cpulist")) for folder in folders}
+        found = {int(folder.name[4:]): parse_cores(_read_text_or_empty(folder / "cpulist")) for folder in folders}
         return {node: cores for node, cores in sorted(found.items()) if cores}
 
     def online_cores(self) -> frozenset[int]:
         """All cores of the node."""
-        return parse_cores(_text(self.root / "sys/devices/system/cpu/online"))
+        return parse_cores(_read_text_or_empty(self.root / "sys/devices/system/cpu/online"))
 
-    def siblings(self, core: int) -> frozenset[int]:
+    def hardware_threads_of_core(self, core: int) -> frozenset[int]:
         """The hardware threads of a core's physical core, itself among them."""
-        found = _text(self.root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        found = _read_text_or_empty(self.root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
         return parse_cores(found) | {core}
 
     def gpus(self) -> list[Device]:
         """The GPUs that this process may open, in the order of their addresses, which is that of their numbers."""
-        found = self._nvidia() or self._amd()
+        found = self._find_nvidia_gpus() or self._find_amd_gpus()
         # the driver lists all of the node's, and a job may have been given a few
         allowed = [gpu for gpu, file in found if os.access(file, os.R_OK | os.W_OK)]
         return allowed or [gpu for gpu, _ in found]
 
-    def _nvidia(self) -> list[tuple[Device, Path]]:
+    def _find_nvidia_gpus(self) -> list[tuple[Device, Path]]:
         found = []
         for file in sorted((self.root / "proc/driver/nvidia/gpus").glob("*/information")):
-            facts = dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", _text(file), re.MULTILINE))
+            facts = dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", _read_text_or_empty(file), re.MULTILINE))
             place = self.root / "sys/bus/pci/devices" / file.parent.name
-            gpu = _device(file.parent.name, place, facts.get("GPU UUID", ""))
+            gpu = _read_device(file.parent.name, place, facts.get("GPU UUID", ""))
             found.append((gpu, self.root / f"dev/nvidia{facts.get('Device Minor', '')}"))
         return found
 
-    def _amd(self) -> list[tuple[Device, Path]]:
+    def _find_amd_gpus(self) -> list[tuple[Device, Path]]:
         places = sorted((self.root / "sys/bus/pci/drivers/amdgpu").glob("*:*"))
         found = []
         for place in places:
             if _ADDRESS.fullmatch(place.name):
                 nodes = sorted(path.name for path in (place / "drm").glob("renderD*"))
-                found.append((_device(place.name, place), self.root / "dev/dri" / "".join(nodes[:1])))
+                found.append((_read_device(place.name, place), self.root / "dev/dri" / "".join(nodes[:1])))
         return found
 
-    def cards(self) -> list[Device]:
+    def network_cards(self) -> list[Device]:
         """The cards of the fast network that are up."""
         places = [place for pattern in _CARDS for place in sorted((self.root / "sys").glob(pattern))]
-        return [_device(place.name, place / "device") for place in places if _is_up(place)]
+        return [_read_device(place.name, place / "device") for place in places if _is_up(place)]
 
-    def mount(self, path: Path) -> Mount:
+    def find_mount(self, path: Path) -> Mount:
         """The mount that a path is on; ``/`` of kind ``unknown`` where the system does not say."""
         path, best = path.resolve(), Mount("/", "unknown")
-        for line in _text(self.root / "proc/mounts").splitlines():
+        for line in _read_text_or_empty(self.root / "proc/mounts").splitlines():
             _, point, kind, *_ = [*line.split(), "", "", ""]
             point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point)  # a blank is \040
             if path.is_relative_to(point) and len(point) >= len(best.point):  # a later mount hides an earlier one
@@ -137,7 +137,7 @@ def own_gpu(gpus: Sequence[Device], environment: Mapping[str, str]) -> Device | 
     return gpus[number] if 0 <= number < len(gpus) else None
 
 
-def nearest(cards: Iterable[Device], numa: int, bus: tuple[str, ...] = ()) -> Device | None:
+def nearest_card(cards: Iterable[Device], numa: int, bus: tuple[str, ...] = ()) -> Device | None:
     """The card that shares most bridges with a GPU (``bus``), else one of the NUMA node; None where none does."""
 
     def closeness(card: Device) -> tuple[int, bool]:
@@ -167,18 +167,18 @@ def format_cores(cores: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
 
 
-def _device(name: str, place: Path, uuid: str = "") -> Device:
-    text, real = _text(place / "numa_node").strip(), place.resolve()
+def _read_device(name: str, place: Path, uuid: str = "") -> Device:
+    text, real = _read_text_or_empty(place / "numa_node").strip(), place.resolve()
     bus = tuple(part for part in real.parts[:-1] if part.startswith("pci") or _ADDRESS.fullmatch(part))
     return Device(name, int(text) if re.fullmatch("-?[0-9]+", text) else UNKNOWN, bus, uuid)
 
 
 def _is_up(place: Path) -> bool:
-    states = [_text(file) for file in (place / "ports").glob("*/state")]
+    states = [_read_text_or_empty(file) for file in (place / "ports").glob("*/state")]
     return not states or any("ACTIVE" in state for state in states)
 
 
-def _text(path: Path) -> str:
+def _read_text_or_empty(path: Path) -> str:
     """A file's text; empty where it is not there or may not be read: nothing is known then."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from tlt_hpc.common.printable import discard_output_or_exit, printable, raw_stream
+from tlt_hpc.common.printable import discard_output_or_exit, escape_control_characters, raw_stream
 
 _SHOWN_BROKEN = 20
 
@@ -26,12 +26,12 @@ class TextConsole(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
         """As rich does, of what is printable: escaped before it is measured."""
-        return super().render_str(printable(text), **options)
+        return super().render_str(escape_control_characters(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """As rich does, with the last word on all text: no other way leads from a ``Text`` to the terminal."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+            yield segment if segment.control else Segment(escape_control_characters(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
         """As for plain text."""
@@ -44,7 +44,7 @@ def make_console(width: int = 120) -> TextConsole:
     return TextConsole(width=None if sys.stdout.isatty() else width)
 
 
-def print_broken(console: Console, errors: Sequence[ValueError]) -> None:
+def print_row_errors(console: Console, errors: Sequence[ValueError]) -> None:
     """Print what is wrong with the first of some rows, and how many more there are."""
     for error in errors[:_SHOWN_BROKEN]:
         console.print(str(error), style="red", soft_wrap=True)

@@ -13,6 +13,6 @@ class UserError(ValueError):
         return "; ".join(self.args)
 
     @property
-    def fact(self) -> str:
+    def message_without_remedy(self) -> str:
         """The mistake, without its remedy unless the error was made from the whole text."""
         return str(self.args[0])

@@ -177,14 +177,14 @@ def parse_json(data: bytes, kind: type[T]) -> T:
         raise DamagedText(f"{ascii(place)[1:-1]}: {message}" if place else message) from None
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
+def parse_json_object(data: bytes) -> dict[str, Any]:
     """An object of JSON whose values are looked at by the caller.
 
     Raises:
         DamagedText: it is no JSON, or no object.
     """
     try:
-        found = json.loads(decoded(data))
+        found = json.loads(decode_utf8(data))
     except RecursionError:
         raise DamagedText("it is nested too deep") from None
     except DamagedText:
@@ -196,20 +196,20 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return found
 
 
-def other_format(start: bytes) -> str:
+def detect_other_format(start: bytes) -> str:
     """The format of a file that begins so and is not UTF-8 text, with what converts it; empty if it may be UTF-8."""
     found = next((name for first, name in _STARTS if start.startswith(first)), "")
     encoding = _ZEROS.get("".join("x" if byte else "0" for byte in start[:4]))
     return found or (f"{encoding} text; {_CONVERT} {encoding}" if encoding else "")
 
 
-def decoded(data: bytes) -> str:
+def decode_utf8(data: bytes) -> str:
     """The text of UTF-8, without a byte order mark.
 
     Raises:
         DamagedText: it is in another encoding, or no text.
     """
-    if other := other_format(data):
+    if other := detect_other_format(data):
         raise DamagedText(f"it is {other}")
     try:
         return data.decode("utf-8-sig")
@@ -232,12 +232,12 @@ def parse_toml(data: bytes) -> dict[str, Any]:
     """Parse the bytes of a TOML file.
 
     Raises:
-        DamagedText: as ``toml_of``.
+        DamagedText: as ``parse_toml_text``.
     """
-    return toml_of(decoded(data))
+    return parse_toml_text(decode_utf8(data))
 
 
-def toml_of(text: str) -> dict[str, Any]:
+def parse_toml_text(text: str) -> dict[str, Any]:
     """Parse a text as TOML.
 
     Raises:

@@ -21,10 +21,10 @@ def available_bytes(root: Path = Path("/")) -> int:
         return sys.maxsize
     lines = (root / "proc/meminfo").read_text().splitlines()
     machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return min([machine, *_cgroup_rooms(root)])
+    return min([machine, *_cgroup_bytes_left(root)])
 
 
-def _cgroup_rooms(root: Path) -> Iterator[int]:
+def _cgroup_bytes_left(root: Path) -> Iterator[int]:
     """Yield the bytes left below each limit on this process's cgroup and those above it, of version 1 or 2."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

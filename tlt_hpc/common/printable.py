@@ -3,7 +3,8 @@
 One rule: supplied text may come from anywhere (paths, configuration, data, model text, messages of exceptions), so it
 is escaped where it leaves the process, not where it enters. Plain text leaves through ``sys.stdout`` and ``sys.stderr``
 (prints, log lines, warnings, tracebacks), which ``escape_streams`` wraps; rich's own sequences must pass, so
-``console.TextConsole`` escapes what it is given to draw; pages use ``printable`` as their template's ``finalize``.
+``console.TextConsole`` escapes what it is given to draw; pages use ``escape_control_characters`` as their
+template's ``finalize``.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 """C0 but newline and tab, DEL, C1, separators of lines, marks of direction, lone surrogates."""
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """The same with control characters as Python's escapes, such as \\x1b, which no terminal obeys and XML may have."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def one_line(message: object) -> str:
     """An error's message as a single line, whatever names it quotes."""
-    return printable(str(message)).replace("\n", "\\n")
+    return escape_control_characters(str(message)).replace("\n", "\\n")
 
 
 class PrintableStream(io.TextIOBase):
@@ -56,7 +57,7 @@ class PrintableStream(io.TextIOBase):
     def write(self, text: str, /) -> int:
         """Write a text with its control characters escaped; returns its length."""
         try:
-            self.stream.write(printable(text))
+            self.stream.write(escape_control_characters(text))
         except BrokenPipeError:
             discard_output_or_exit(self.stream)
         return len(text)
@@ -101,8 +102,8 @@ def escape_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
     if not isinstance(sys.stdout, PrintableStream):
         sys.stdout = cast(TextIO, PrintableStream(sys.stdout))
-        atexit.unregister(_leave)
-        atexit.register(_leave)
+        atexit.unregister(_flush_at_exit)
+        atexit.register(_flush_at_exit)
     if not isinstance(sys.stderr, PrintableStream):
         sys.stderr = cast(TextIO, PrintableStream(sys.stderr))
 
@@ -112,7 +113,7 @@ def raw_stream(stream: TextIO) -> TextIO:
     return stream.stream if isinstance(stream, PrintableStream) else stream
 
 
-def _leave() -> None:
+def _flush_at_exit() -> None:
     """Flush before the interpreter does, which would report the failure and another exit status."""
     with suppress(SystemExit):
         sys.stdout.flush()
@@ -120,6 +121,6 @@ def _leave() -> None:
         os._exit(READER_GONE)
 
 
-def as_text(cell: str) -> str:
+def escape_spreadsheet_cell(cell: str) -> str:
     """A cell of a table that a spreadsheet would take for a formula, with a quote before it."""
     return f"'{cell}" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell

@@ -30,17 +30,20 @@ def run_script(name: str, work: Callable[[], int | None]) -> int:
     return _WRONG
 
 
-def missing(library: str, python: str = sys.executable) -> str:
+def missing_library_message(library: str, python: str = sys.executable) -> str:
     """The message for a library that ``python`` lacks."""
     return f"no {library} in {python}: use this project's environment (README), e.g. .venv/bin/python of the clone"
 
 
-def _name_missing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_missing_library(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         name = Path(sys.argv[0]).stem
-        print(f"{'tlt' if name == '__main__' else name}: {missing(error.name.partition('.')[0])}", file=sys.stderr)
+        print(
+            f"{'tlt' if name == '__main__' else name}: {missing_library_message(error.name.partition('.')[0])}",
+            file=sys.stderr,
+        )
     else:
         sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = _name_missing
+sys.excepthook = _print_missing_library

@@ -5,10 +5,10 @@ Every mistake a user can make ends as one ``ConfigError`` line that names the ke
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.config.checks import (
-    check_learns,
     check_model_limits,
     check_ranks,
     check_replicas,
+    check_run_can_learn,
     check_sequence_parallel,
     config_for_comparison,
     truncation_warning,

@@ -57,7 +57,7 @@ def find_contradictions(config: Config) -> Iterator[str]:
             f"rollout.temperature = {rollout.temperature}: the scores of every group are equal; use groups "
             "of 2 or more and a temperature above 0, or leave algorithm.max_refills out"
         )
-    if evaluation.every_steps and not evaluation.set_sources(config.data):
+    if evaluation.every_steps and not evaluation.data_set_sources(config.data):
         yield (
             f"evaluation.every_steps = {evaluation.every_steps} without data to evaluate on; name files in "
             "evaluation.sources"
@@ -144,7 +144,7 @@ def check_model_limits(config: Config, max_positions: int) -> None:
         )
 
 
-def check_learns(config: Config) -> None:
+def check_run_can_learn(config: Config) -> None:
     """Refuse to train if no response can teach anything; comparisons of such runs are useful.
 
     Raises:

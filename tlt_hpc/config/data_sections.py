@@ -26,7 +26,7 @@ from tlt_hpc.config.fields import (
     Unit,
     check_package,
     check_path,
-    zero_or_from,
+    zero_or_range_validator,
 )
 
 TrackerName = Literal["tensorboard", "wandb", "wandb-offline"]
@@ -34,7 +34,7 @@ EMBEDDED_MODEL = "embedded:tiny"
 EMBEDDED_TASK = "embedded:gcd"
 
 
-def _expected_to_expand(key: str, path: str) -> Iterator[str]:
+def _unexpanded_path_problems(key: str, path: str) -> Iterator[str]:
     """Yield a problem if a path has ``~`` or a variable, which a shell does not expand behind ``run.folder=``."""
     if re.match(r"~|.*\$[A-Za-z_{]", path):
         yield f"{key} = {path!r}: ~ and variables are not expanded in it; give the path itself"
@@ -58,7 +58,7 @@ class RunSection(Section):
     """Length of the run: one step is a rollout and the update from it."""
     ranks: NumRanks = 1
     """MPI ranks that ``tlt`` starts if srun or mpiexec did not start it."""
-    stall_factor: Annotated[float, Field(ge=0.0, le=1e5), zero_or_from(0.01, 1e5)] = 1.0
+    stall_factor: Annotated[float, Field(ge=0.0, le=1e5), zero_or_range_validator(0.01, 1e5)] = 1.0
     """Factor on the times after which a rank without progress ends the job (docs/cluster.md). 0: never."""
     trackers: Annotated[
         tuple[TrackerName, ...], BeforeValidator(_as_list), Field(strict=False, max_length=MAX_ITEMS)
@@ -82,7 +82,7 @@ class RunSection(Section):
 
     def problems(self) -> Iterator[str]:
         """Yield each problem with the values of this section as one line with the remedy."""
-        yield from _expected_to_expand("run.folder", self.folder)
+        yield from _unexpanded_path_problems("run.folder", self.folder)
         if len(self.tracker_packages) < len(self.trackers):
             yield f"run.trackers = {list(self.trackers)} names a tracker twice; name each once"
 
@@ -102,7 +102,7 @@ class ModelSection(Section):
 
     def problems(self) -> Iterator[str]:
         """Yield each problem with the values of this section as one line with the remedy."""
-        yield from _expected_to_expand("model.path", self.path)
+        yield from _unexpanded_path_problems("model.path", self.path)
 
 
 CONTINUES = "continue_final_message"

@@ -46,7 +46,7 @@ def check_path(path: str) -> str:
     return path
 
 
-def zero_or_from(least: float, most: float) -> AfterValidator:
+def zero_or_range_validator(least: float, most: float) -> AfterValidator:
     """Refuse a number between 0, which has a meaning of its own, and ``least``."""
 
     def check(value: float) -> float:
@@ -71,7 +71,7 @@ NumRanks = Annotated[int, Field(ge=1, le=2**20), Unit("ranks")]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Weight = Annotated[float, Field(ge=0.0, le=MAX_WEIGHT)]
-Temperature = Annotated[float, Field(ge=0.0, le=100.0), zero_or_from(MIN_TEMPERATURE, 100)]
+Temperature = Annotated[float, Field(ge=0.0, le=100.0), zero_or_range_validator(MIN_TEMPERATURE, 100)]
 LearningRate = Annotated[float, Field(ge=1e-15, le=1.0)]
 """A step of Adam changes a weight by about this much: below the range float32 keeps no change, above it no weight."""
 Seconds = Annotated[float, Field(ge=0.0, le=MAX_SECONDS), Unit("s")]
@@ -108,10 +108,10 @@ class Section(BaseModel):
         return iter(())
 
 
-def values_of(node: Mapping[str, Any]) -> str:
+def describe_schema_values(node: Mapping[str, Any]) -> str:
     """The values of a key in words, from its JSON schema; the upper bound that all counts share is left out."""
     if "anyOf" in node:
-        return " or ".join(values_of(each) for each in node["anyOf"])
+        return " or ".join(describe_schema_values(each) for each in node["anyOf"])
     if "enum" in node or "const" in node:
         return ", ".join(json.dumps(each) for each in node.get("enum", [node.get("const")]))
     match node.get("type"):
@@ -120,19 +120,19 @@ def values_of(node: Mapping[str, Any]) -> str:
         case "string":
             return str(node.get("format", "text"))
         case "array":
-            items, least = values_of(node["items"]), node.get("minItems")
+            items, least = describe_schema_values(node["items"]), node.get("minItems")
             number = f"{least} " if least and least == node.get("maxItems") else ""
             return f"list of {number}" + items.replace("number", "numbers").replace("text", "texts")
         case "object":
             inner = node["additionalProperties"]
             is_told = {"enum", "anyOf"} & inner.keys() or inner.get("type") == "array"
-            return f"table of {values_of(inner)}".replace("of list", "of lists") if is_told else "table"
+            return f"table of {describe_schema_values(inner)}".replace("of list", "of lists") if is_told else "table"
         case _:
             names = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "to below"}
-            bounds = [f"{word} {_number(node[name])}" for name, word in names.items() if name in node]
+            bounds = [f"{word} {_format_number(node[name])}" for name, word in names.items() if name in node]
             kind = "whole number" if node["type"] == "integer" else "number"
             return " ".join([kind, *bounds]).removesuffix(f" to {MAX_COUNT}")
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.15g}"

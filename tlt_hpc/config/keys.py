@@ -10,8 +10,8 @@ from itertools import pairwise
 
 from pydantic_core import PydanticUndefined
 
-from tlt_hpc.config.fields import ConfigError, Section, Unit, values_of
-from tlt_hpc.config.reading import FREE_ON_RESUME, closest, toml_value
+from tlt_hpc.config.fields import ConfigError, Section, Unit, describe_schema_values
+from tlt_hpc.config.reading import FREE_ON_RESUME, toml_value, unknown_key_hint
 from tlt_hpc.config.sections import SECTIONS
 
 
@@ -35,19 +35,19 @@ def describe_section(section: str) -> str:
         ConfigError: there is no such section.
     """
     if section not in SECTIONS:
-        raise ConfigError(f"unknown section {section!r}{closest([section])}")
+        raise ConfigError(f"unknown section {section!r}{unknown_key_hint([section])}")
     return " ".join(inspect.getdoc(SECTIONS[section]).split())  # type: ignore[union-attr]
 
 
 def keys_of(section: str) -> Iterator[Key]:
     """The keys of a section, in the order of their definition."""
     kind = SECTIONS[section]
-    properties, meanings = kind.model_json_schema()["properties"], _meanings(kind)
+    properties, meanings = kind.model_json_schema()["properties"], _field_docstrings(kind)
     for name, field in kind.model_fields.items():
         default = field.get_default(call_default_factory=True)
         yield Key(
             name,
-            values=values_of(properties[name]),
+            values=describe_schema_values(properties[name]),
             default="" if default is PydanticUndefined else toml_value(default),
             unit="".join(each.name for each in field.metadata if isinstance(each, Unit)),
             meaning=meanings[name],
@@ -55,7 +55,7 @@ def keys_of(section: str) -> Iterator[Key]:
         )
 
 
-def _meanings(kind: type[Section]) -> dict[str, str]:
+def _field_docstrings(kind: type[Section]) -> dict[str, str]:
     """The docstrings below the fields of a section."""
     body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
     return {

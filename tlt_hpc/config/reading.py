@@ -19,15 +19,15 @@ from tlt_hpc.common.files import (
     DamagedText,
     NotTomlError,
     os_error_text,
-    parse_object,
+    parse_json_object,
     parse_toml,
+    parse_toml_text,
     read_bytes,
     read_toml,
-    toml_of,
 )
 from tlt_hpc.config.checks import find_contradictions
 from tlt_hpc.config.data_sections import RewardSection, is_function
-from tlt_hpc.config.fields import REMEDY, ConfigError, values_of
+from tlt_hpc.config.fields import REMEDY, ConfigError, describe_schema_values
 from tlt_hpc.config.rollout_sections import WarmupSection
 from tlt_hpc.config.sections import SECTIONS, Config, EvaluationSection
 
@@ -97,7 +97,7 @@ def load_saved_config(path: Path) -> Config:
         ) from None
 
 
-def _leave_out_removed(tree: dict[str, Any]) -> None:
+def _drop_removed_keys(tree: dict[str, Any]) -> None:
     """Take removed keys out of a saved tree whose values are constant now, or put them where they are read now."""
     for key, constant in _CONSTANT_NOW.items():
         section, name = key.split(".")
@@ -114,7 +114,7 @@ def _read_saved_commit(path: Path) -> str:
     """ ", COMMIT" of the last start of the run that saved a configuration at ``path``; empty if that is not known."""
     try:
         last = read_bytes(path.with_name("environment.jsonl"), LINES_BYTES).splitlines()[-1]
-        commit = parse_object(last).get("commit")
+        commit = parse_json_object(last).get("commit")
     except (OSError, DamagedText, IndexError):
         commit = ""
     return f", {commit}" if commit else ""
@@ -138,21 +138,25 @@ def _read_tree(path: Path, overrides: Sequence[str], content: bytes | None = Non
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP):
             raise ConfigError(f"config file {os_error_text(error)}") from None
-        near = difflib.get_close_matches(path.stem, {each.stem: each for each in _jobs()}, n=1)
+        near = difflib.get_close_matches(path.stem, {each.stem: each for each in _find_job_files()}, n=1)
         raise ConfigError(
             f"config file {path}: {error.strerror}; "
-            + (f"did you mean {_jobs(near[0])[0]}?" if near else "give the path of a TOML file such as jobs/tiny.toml")
+            + (
+                f"did you mean {_find_job_files(near[0])[0]}?"
+                if near
+                else "give the path of a TOML file such as jobs/tiny.toml"
+            )
         ) from None
     except DamagedText as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}; fix it") from None
     if path.name == "config.toml":  # as a run saves it; a command may read a run's configuration as a job
-        _leave_out_removed(tree)
+        _drop_removed_keys(tree)
     for override in overrides:
         apply_override(tree, override)
     return tree
 
 
-def _jobs(stem: str = "*") -> list[Path]:
+def _find_job_files(stem: str = "*") -> list[Path]:
     return [*Path().glob(f"{stem}.toml"), *Path("jobs").glob(f"{stem}.toml")]
 
 
@@ -166,8 +170,8 @@ def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[ConfigError]]:
         for details in found:  # a key of several types has an error for each of them
             if details["loc"][:2] not in by_key or details["type"] == REMEDY:
                 by_key[details["loc"][:2]] = details
-        return None, [ConfigError(_one_line(details, tree)) for details in by_key.values()]
-    config = config.model_copy(update={"algorithm": config.algorithm.resolved()})
+        return None, [ConfigError(_format_validation_error(details, tree)) for details in by_key.values()]
+    config = config.model_copy(update={"algorithm": config.algorithm.with_resolved_defaults()})
     problems = list(map(ConfigError, find_contradictions(config)))
     return (None if problems else config), problems
 
@@ -177,26 +181,25 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
     if len(parts) == 2 and all(parts) and not separator:
-        raise ConfigError(f"override {_shown(override)} has no value; write {key}=VALUE, without blanks")
+        raise ConfigError(f"override {_format_shortened(override)} has no value; write {key}=VALUE, without blanks")
     sections = [name for name, section in SECTIONS.items() if parts[0] in section.model_fields]
     if separator and len(parts) == 1 and sections:
         meant = " or ".join(f"{section}.{override}" for section in sections)
-        raise ConfigError(f"override {_shown(override)} names no section; did you mean {meant}?")
+        raise ConfigError(f"override {_format_shortened(override)} names no section; did you mean {meant}?")
     if not separator or len(parts) != 2 or not all(parts):
         raise ConfigError(
-            f"override {_shown(override)} is not of the form section.key=value, e.g. rollout.temperature=0.9"
+            f"override {_format_shortened(override)} is not of the form section.key=value, e.g. rollout.temperature=0.9"
         )
     try:
-        value = toml_of(f"value = {text}")["value"]
+        value = parse_toml_text(f"value = {text}")["value"]
     except NotTomlError:
         value = text
     except DamagedText as error:
-        raise ConfigError(f"override {_shown(override)}: {error}") from None
+        raise ConfigError(f"override {_format_shortened(override)}: {error}") from None
     section = tree.setdefault(parts[0], {})
     if not isinstance(section, dict):
-        raise ConfigError(
-            f"override {_shown(override)}: {parts[0]!r} is not a section in the file; write it as a [{parts[0]}] table"
-        )
+        what = f"override {_format_shortened(override)}: {parts[0]!r}"
+        raise ConfigError(f"{what} is not a section in the file; write it as a [{parts[0]}] table")
     section[parts[1]] = value
 
 
@@ -224,20 +227,20 @@ def toml_value(value: Any) -> str:
     return repr(value)
 
 
-def _one_line(details: ErrorDetails, tree: dict[str, Any]) -> str:
+def _format_validation_error(details: ErrorDetails, tree: dict[str, Any]) -> str:
     location = [str(part)[:_SHOWN_CHARACTERS] for part in details["loc"]]
     value, kind = details["input"], details["type"]
     key = ".".join(part if part.isprintable() else repr(part) for part in location)
     if kind == "extra_forbidden":
         what = "section" if len(location) == 1 else "key"
-        return f"unknown {what} {_shown('.'.join(location))}{closest(location)}"
+        return f"unknown {what} {_format_shortened('.'.join(location))}{unknown_key_hint(location)}"
     if kind == "missing" and len(location) == 1:
         return f"missing section [{key}]; add it to the file (`tlt keys {key}`)"
     if kind == "missing":
         return f"missing key {key!r}; add it to the file or give {key}=VALUE"
     message = details["msg"]
     if len(location) == 1:
-        return f"{key} = {_shown(value)}: write it as a table, with keys of its own"
+        return f"{key} = {_format_shortened(value)}: write it as a table, with keys of its own"
     section, name, *inner = location
     schema = SECTIONS[section].model_json_schema()["properties"][name]
     if "anyOf" in schema or "anyOf" in schema.get("additionalProperties", ()):  # pydantic then names its own types
@@ -245,12 +248,14 @@ def _one_line(details: ErrorDetails, tree: dict[str, Any]) -> str:
     if kind == "string_pattern_mismatch" and key == "run.name":
         message = "use letters, digits, '_', '-' and '.', and none of the last two in front"
     elif not inner and kind not in (REMEDY, "string_too_short", "string_too_long"):
-        values = values_of(schema).replace("list of", "list of one or more" if value in ([], ()) else "list of")
+        values = describe_schema_values(schema).replace(
+            "list of", "list of one or more" if value in ([], ()) else "list of"
+        )
         message = "use " + ("" if values.startswith(("true", '"')) else "a ") + values
-    return f"{key} = {_shown(value)}: {message[0].lower()}{message[1:]}"
+    return f"{key} = {_format_shortened(value)}: {message[0].lower()}{message[1:]}"
 
 
-def _shown(value: Any) -> str:
+def _format_shortened(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     text = repr(value)
@@ -315,7 +320,7 @@ _CONSTANT_NOW = {
 """Removed keys of saved runs, and the value with which such a run continues as before: ``_ANY`` changes no token."""
 
 
-def closest(location: list[str]) -> str:
+def unknown_key_hint(location: list[str]) -> str:
     """The hint for an unknown key: what replaces it, the closest key, or all keys."""
     *section, name = location
     if instead := _REMOVED.get(".".join(location)):

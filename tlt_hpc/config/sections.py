@@ -50,12 +50,12 @@ class EvaluationSection(Section):
     """Seed of the sampled answers and of ``limit``: the same for all runs, so that their figures can be compared."""
 
     @property
-    def ks(self) -> tuple[int, ...]:
+    def pass_at_ks(self) -> tuple[int, ...]:
         """The k of pass@k, ascending."""
         powers = {2**i for i in range(1, self.samples.bit_length())}
         return tuple(sorted(powers | ({self.samples} if self.samples > 1 else set())))
 
-    def set_sources(self, data: DataSection) -> tuple[str, ...]:
+    def data_set_sources(self, data: DataSection) -> tuple[str, ...]:
         """The data sets; by default the embedded task's, if the run trains on it."""
         return self.sources or ((EMBEDDED_TASK,) if data.source == EMBEDDED_TASK else ())
 

@@ -20,7 +20,7 @@ from tlt_hpc.config.fields import (
     Unit,
     Weight,
     check_package,
-    zero_or_from,
+    zero_or_range_validator,
 )
 from tlt_hpc.config.recipes import (
     CORRECTION_BOUNDS,
@@ -88,7 +88,7 @@ class AlgorithmSection(Section):
         return recipe
 
     @property
-    def kl_in(self) -> Literal["loss", "reward"]:
+    def kl_placement(self) -> Literal["loss", "reward"]:
         """Place where the divergence is applied: the reward or the loss.
 
         In the reward k1 gives the gradient of KL(policy || reference), in the loss none in the mean. There k2 and k3+
@@ -106,7 +106,7 @@ class AlgorithmSection(Section):
         ((name, bounds),) = given.items()
         return Correction(name, *bounds)
 
-    def resolved(self) -> AlgorithmSection:
+    def with_resolved_defaults(self) -> AlgorithmSection:
         """The same with every ``auto`` replaced, so that a later version's recipes cannot change it."""
         recipe, (name, *bounds) = self.recipe, astuple(self.correction)
         parts = {"aggregation": recipe.aggregation, "clip": (recipe.clip_low, recipe.clip_high)}
@@ -124,7 +124,7 @@ class AlgorithmSection(Section):
             low, high = self.recipe.clip_low, self.recipe.clip_high
             yield f"algorithm.clip = {[low, high]}: a ratio is never below 0; use at most 1.0 as the first value"
         yield from self._bound_problems()
-        if self.kl_coefficient and self.kl_in == "reward" and self.recipe.advantage == "group":
+        if self.kl_coefficient and self.kl_placement == "reward" and self.recipe.advantage == "group":
             yield (
                 f"algorithm.kl_estimator = 'k1', a part of the reward, with algorithm.name = {self.name!r}, which "
                 "divides rewards by the group's deviation: in groups of equal scores only the divergence is left; use "
@@ -179,7 +179,7 @@ class OptimizerSection(Section):
     """Highest learning rate."""
     weight_decay: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
     """Decoupled weight decay."""
-    max_grad_norm: Annotated[float, Field(ge=0.0, le=1e9), zero_or_from(1e-6, 1e9)] = 1.0
+    max_grad_norm: Annotated[float, Field(ge=0.0, le=1e9), zero_or_range_validator(1e-6, 1e9)] = 1.0
     """Gradients are scaled down to this norm. 0: no clipping."""
     warmup_steps: Count = 0
     """Optimizer steps over which the learning rate rises linearly."""
@@ -200,7 +200,7 @@ class OptimizerSection(Section):
     """Keep one hidden state per layer and token, and recompute the rest: a third more time, a fraction of the memory.
     ``auto``: on for CUDA."""
 
-    def repeats_layers(self, device: str) -> bool:
+    def uses_gradient_checkpointing(self, device: str) -> bool:
         """Return True if the backward pass computes each layer again, on a device of type ``cpu`` or ``cuda``."""
         return device == "cuda" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.common.files import DamagedText, decoded, read_bytes
+from tlt_hpc.common.files import DamagedText, decode_utf8, read_bytes
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import CONTINUES, ConfigError, DataSection
 from tlt_hpc.data.rows import first_line
@@ -75,13 +75,13 @@ class ChatTemplate:
         plain = json.loads(json.dumps(list(messages), default=lambda value: f"<{type(value).__name__}>"))
         chat = [_with_reasoning(message) for message in plain]
         if any(isinstance(message["content"], list) for message in chat) and not self._reads_parts:
-            chat = [{**message, "content": _joined(message["content"])} for message in chat]
-        return self._continued(chat) if chat[-1]["role"] == "assistant" else self._render_template(chat, True)
+            chat = [{**message, "content": _join_content_parts(message["content"])} for message in chat]
+        return self._render_to_continue(chat) if chat[-1]["role"] == "assistant" else self._render_template(chat, True)
 
     def turn_end(self) -> str:
         """The text that the template writes after the assistant's last message; empty if it leaves the message out."""
         try:
-            text = self._render_template([*_user("A"), {"role": "assistant", "content": _MARK}], False)
+            text = self._render_template([*_one_user_message("A"), {"role": "assistant", "content": _MARK}], False)
         except ChatError:
             return ""
         _, mark, end = text.rpartition(_MARK)
@@ -91,12 +91,12 @@ class ChatTemplate:
     def _reads_parts(self) -> bool:
         """True if the template writes the texts of a list of parts; many write it as a list of Python."""
         try:
-            text = self._render_template(_user([{"type": "text", "text": _MARK}]), True)
+            text = self._render_template(_one_user_message([{"type": "text", "text": _MARK}]), True)
         except ChatError:
             return False
         return _MARK in text and not any(f"{quote}{_MARK}{quote}" in text for quote in "'\"")
 
-    def _continued(self, chat: list[dict[str, Any]]) -> str:
+    def _render_to_continue(self, chat: list[dict[str, Any]]) -> str:
         """The chat up to the end of its last message, as with transformers' ``continue_final_message``."""
         content = chat[-1]["content"]
         last = content[-1]["text"] if isinstance(content, list) else content
@@ -131,7 +131,7 @@ def read_template(data: DataSection, chat: ChatFormat) -> ChatTemplate | None:
         return ChatTemplate(chat.template, names, "the model folder", data.template_args) if chat.template else None
     origin, remedy = f"data.chat_template = {data.chat_template!r}", "give a file of Jinja or 'auto'"
     try:
-        text = decoded(read_bytes(Path(data.chat_template), _MAX_BYTES))
+        text = decode_utf8(read_bytes(Path(data.chat_template), _MAX_BYTES))
     except OSError as error:
         raise ConfigError(f"{origin}: {error.strerror}", remedy) from None
     except DamagedText as error:
@@ -141,11 +141,11 @@ def read_template(data: DataSection, chat: ChatFormat) -> ChatTemplate | None:
     return ChatTemplate(text, dict(chat.special_tokens), origin, data.template_args)
 
 
-def _user(content: object) -> list[dict[str, Any]]:
+def _one_user_message(content: object) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def _joined(content: str | list[dict[str, str]]) -> str:
+def _join_content_parts(content: str | list[dict[str, str]]) -> str:
     """The text of a message's parts, as templates that read parts write them."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 

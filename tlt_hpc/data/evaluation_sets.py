@@ -15,7 +15,7 @@ from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, EvaluationSection
 from tlt_hpc.data.chat import TEMPLATE_DATE
 from tlt_hpc.data.files import EVALUATED
-from tlt_hpc.data.prompts import draw_from_split, kept_rows, make_prompt, never_right_warning, shuffled
+from tlt_hpc.data.prompts import draw_from_split, kept_rows, make_prompt, never_right_warning, shuffled_row_order
 from tlt_hpc.data.reader import PromptCheck, PromptReader
 
 _EMBEDDED_PROMPTS = 256
@@ -37,7 +37,7 @@ class EvaluationSet:
     """A line as ``PromptSource.warning``; empty: none."""
 
     @property
-    def number(self) -> int:
+    def name_hash(self) -> int:
         """A hash of its name, for the keys of responses: they do not depend on which other sets there are."""
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:6], "little")
 
@@ -57,24 +57,24 @@ def open_sets(
     Raises:
         ValueError: none is named, two of one name, no such file, or a row that cannot be used.
     """
-    sources = config.evaluation.set_sources(config.data)
+    sources = config.evaluation.data_set_sources(config.data)
     if not sources:
         raise ConfigError(
             f"evaluation.sources is empty, and data.source = {config.data.source_name!r} has no held-out part of its "
             "own; name files, e.g. evaluation.sources='[\"data/aime_2024.jsonl\"]'"
         )
-    named = {name_of(source): source for source in sources}
+    named = {evaluation_set_name(source): source for source in sources}
     if len(named) < len(sources):
         raise ConfigError(f"two of evaluation.sources = {list(sources)} have the same file name; rename one")
     return tuple(
         _open_gcd(config.evaluation, name, tokenizer)
         if source == EMBEDDED_TASK
-        else _open(config, name, source, tokenizer, chat, check)
+        else _open_file_set(config, name, source, tokenizer, chat, check)
         for name, source in named.items()
     )
 
 
-def name_of(source: str) -> str:
+def evaluation_set_name(source: str) -> str:
     """The name of a source: ``aime_2024`` for ``data/aime_2024.jsonl``, ``gcd`` for ``embedded:gcd``."""
     if source == EMBEDDED_TASK:
         return source.partition(":")[2]
@@ -93,16 +93,16 @@ def open_reader(
     return PromptReader(config.data.model_copy(update={"source": source}), tokenizer, chat, check, EVALUATED)
 
 
-def _open(
+def _open_file_set(
     config: Config, name: str, source: str, tokenizer: Tokenizer, chat: ChatFormat, check: PromptCheck
 ) -> EvaluationSet:
     reader = open_reader(config, source, tokenizer, chat, check)
     is_kept, dropped = kept_rows(reader.data, reader)
     good = np.flatnonzero(is_kept)
     limit = config.evaluation.limit or len(good)
-    drawn = sorted(good[shuffled(len(good), config.evaluation.seed, 0)[:limit]].tolist())
+    drawn = sorted(good[shuffled_row_order(len(good), config.evaluation.seed, 0)[:limit]].tolist())
     prompts = tuple(map(reader.read, drawn))
-    wrong = never_right_warning(reader.source, list(map(reader.check, drawn, prompts)))
+    wrong = never_right_warning(reader.source, list(map(reader.find_row_problem, drawn, prompts)))
     written = [config.data.system_prompt, config.data.text_prompts, TEMPLATE_DATE]
     digest = hashlib.sha256("\0".join([reader.rows.digest(), reader.template_digest, *written]).encode()).hexdigest()
     warning = "; ".join(filter(None, (wrong, reader.warning, dropped)))
@@ -123,16 +123,16 @@ def _open_gcd(evaluation: EvaluationSection, name: str, tokenizer: Tokenizer) ->
     return EvaluationSet(name, tuple(range(len(prompts))), prompts, f"{EMBEDDED_TASK} {evaluation.seed}")
 
 
-def warning_of(sets: Sequence[EvaluationSet]) -> str:
+def joined_set_warnings(sets: Sequence[EvaluationSet]) -> str:
     """The lines of all sets in one; empty: none."""
     return "; ".join(dict.fromkeys(each.warning for each in sets if each.warning))
 
 
-def longest_prompt(sets: Sequence[EvaluationSet]) -> int:
+def longest_prompt_tokens(sets: Sequence[EvaluationSet]) -> int:
     """Tokens of the longest prompt."""
     return max(len(prompt.tokens) for each in sets for prompt in each.prompts)
 
 
-def longest_response(config: Config) -> int:
+def longest_response_tokens(config: Config) -> int:
     """Largest number of tokens of a response."""
     return config.evaluation.max_new_tokens or config.rollout.max_new_tokens

@@ -30,7 +30,7 @@ TRAINED, EVALUATED, ARGUMENT = "data.source", "evaluation.sources", "FILE"
 """The key of the configuration, or argument of a command, that names files."""
 
 
-def _choice(key: str) -> str:
+def _source_remedy(key: str) -> str:
     task = "" if key == ARGUMENT else f", or '{EMBEDDED_TASK}' (docs/data.md)"
     return f"give a .jsonl, .parquet or .arrow file, a folder or pattern of them{task}"
 
@@ -62,19 +62,19 @@ def data_files(data: DataSection, key: str = TRAINED) -> list[Path]:
     sources = (data.source,) if isinstance(data.source, str) else data.source
     if data.source == EMBEDDED_TASK:
         return []
-    files = [path for source in sources for path in _files_of(source, key)]
+    files = [path for source in sources for path in _find_source_files(source, key)]
     for path in files:
         if path.suffix not in (*_JSONL, *_IN_FOLDERS):
-            raise ConfigError(f"{key}: {path} is of an unknown kind", _choice(key))
+            raise ConfigError(f"{key}: {path} is of an unknown kind", _source_remedy(key))
     return files
 
 
-def _files_of(source: str, key: str) -> list[Path]:
+def _find_source_files(source: str, key: str) -> list[Path]:
     path = Path(os.path.expandvars(source)).expanduser()
     if path.is_file():
         return [path]
     if path.is_dir():
-        return _files_in(path, key)
+        return _find_split_files(path, key)
     if set("*?[") & set(str(path)):
         matches = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
         if files := sorted(match for match in matches if match.is_file()):
@@ -84,13 +84,13 @@ def _files_of(source: str, key: str) -> list[Path]:
     script = Path("jobs") / f"{path.stem.removesuffix('_test')}.py"
     there = {each.stem: each for each in _data_files(path.parent)}
     near = difflib.get_close_matches(path.stem, there, n=1, cutoff=0.8)
-    by_script = f"did you mean {there[near[0]]}?" if near else _choice(key)
+    by_script = f"did you mean {there[near[0]]}?" if near else _source_remedy(key)
     by_script = f"write it: python {script}" if script.is_file() else by_script
-    remedy = f"on the login node: {known.commands(source)}" if known else by_script
+    remedy = f"on the login node: {known.prepare_commands(source)}" if known else by_script
     raise ConfigError(f"{key} = {source!r} does not exist", remedy)
 
 
-def _files_in(folder: Path, key: str) -> list[Path]:
+def _find_split_files(folder: Path, key: str) -> list[Path]:
     """The files of the split for training or for evaluation: shards as on the hub or from ``save_to_disk``, or files
     whose names tell no split.
     """
@@ -100,12 +100,12 @@ def _files_in(folder: Path, key: str) -> list[Path]:
     if not found or splits:
         found += _data_files(folder / "data")
         splits = _splits(found)
-    chosen = [path for path in found if _split_of(path) == split] if splits else found
+    chosen = [path for path in found if _split_name(path) == split] if splits else found
     chosen = chosen or _data_files(folder / split)
     if not chosen:
         splits = splits or sorted(path.name for path in folder.iterdir() if path.is_dir() and _data_files(path))
         if not splits:
-            raise ConfigError(f"{key} = {str(folder)!r} has no data file", _choice(key))
+            raise ConfigError(f"{key} = {str(folder)!r} has no data file", _source_remedy(key))
         remedy = (
             f"give a pattern such as FOLDER/**/*validation* for the files of one of {', '.join(splits)}, "
             "or give one of its folders"
@@ -120,7 +120,7 @@ def _data_files(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
-def _split_of(path: Path) -> str:
+def _split_name(path: Path) -> str:
     """``train`` of ``train-00000-of-00002.parquet``, ``train.parquet`` and ``gsm8k-train.arrow``."""
     words = re.split(r"[-_.]", path.stem)
     return next((word for word in words if word in _SPLITS), words[0])
@@ -128,11 +128,11 @@ def _split_of(path: Path) -> str:
 
 def _splits(files: list[Path]) -> list[str]:
     """The splits that file names tell; none if they tell none."""
-    found = sorted({_split_of(path) for path in files})
+    found = sorted({_split_name(path) for path in files})
     return found if _SPLITS & set(found) else []
 
 
-def config_of(source: str | Sequence[str], overrides: Sequence[str] = ()) -> Config:
+def config_for_data(source: str | Sequence[str], overrides: Sequence[str] = ()) -> Config:
     """A configuration of which only the data matters.
 
     Raises:
@@ -172,14 +172,14 @@ class KnownSet:
         return Path("data") / f"{self.name.replace('-', '_')}.jsonl"
 
     @property
-    def download(self) -> str:
+    def download_command(self) -> str:
         """The command that downloads it."""
         return f"hf download {self.repository} --repo-type dataset --local-dir {self.folder}"
 
-    def commands(self, output: str) -> str:
+    def prepare_commands(self, output: str) -> str:
         """The commands that download it and write the file ``output``."""
         prepare = f"tlt data prepare {self.name} {self.folder}/{self.files} --output {shlex.quote(output)}"
-        return f"{self.download} && {prepare}"
+        return f"{self.download_command} && {prepare}"
 
 
 _DAPO = ("prompt", "reward_model.ground_truth")

@@ -53,7 +53,7 @@ def inspect_data_set(reader: PromptReader, max_prompt_tokens: int) -> Inspection
     for index in range(len(reader)):
         try:
             prompt = reader.read_unlimited(index)
-            problem = reader.check(index, prompt)
+            problem = reader.find_row_problem(index, prompt)
         except RowError as error:
             broken.append(error)
             continue
@@ -63,7 +63,7 @@ def inspect_data_set(reader: PromptReader, max_prompt_tokens: int) -> Inspection
         counts.num_overlong += len(prompt.tokens) > max_prompt_tokens
         counts.num_repeated += digest in seen
         counts.num_unanswered += not prompt.answer
-        counts.num_unknown += reader.is_partly_unknown(prompt)
+        counts.num_unknown += reader.has_unknown_characters(prompt)
         counts.never_right += [problem] * bool(problem)
         seen.add(digest)
     return Inspection(len(reader), tuple(sources[source] for source in sorted(sources)), tuple(broken))

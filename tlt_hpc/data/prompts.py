@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.common import words
+from tlt_hpc.cluster.watch.rank_progress import BEAT
+from tlt_hpc.common import formatting
 from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, DataSection
 from tlt_hpc.data.reader import OverlongError, PromptCheck, PromptReader, encode
@@ -31,11 +31,11 @@ _REFILL_STRIDE = 4
 class PromptSource(Protocol):
     """A source of the prompts of a step."""
 
-    def batch(self, step: int) -> list[Prompt]:
+    def read_step_prompts(self, step: int) -> list[Prompt]:
         """The prompts of a step, in draw order."""
         ...
 
-    def refill(self, step: int, count: int) -> list[Prompt]:
+    def read_replacement_prompts(self, step: int, count: int) -> list[Prompt]:
         """The first ``count`` of the prompts that replace a step's zero-variance groups; fewer are the beginning of
         more."""
         ...
@@ -80,11 +80,11 @@ class GcdPrompts:
     def __init__(self, tokenizer: Tokenizer, seed: int, prompts_per_step: int) -> None:
         self._tokenizer, self._seed, self._count = tokenizer, seed, prompts_per_step
 
-    def batch(self, step: int) -> list[Prompt]:
+    def read_step_prompts(self, step: int) -> list[Prompt]:
         """The prompts of a step, in draw order."""
         return self._draw(f"gcd/train/{self._seed}/{step}", self._count)
 
-    def refill(self, step: int, count: int) -> list[Prompt]:
+    def read_replacement_prompts(self, step: int, count: int) -> list[Prompt]:
         """The first ``count`` prompts that replace a step's groups without variance."""
         return self._draw(f"gcd/train/{self._seed}/{step}/refill", count)
 
@@ -109,13 +109,16 @@ class FilePrompts:
         """
         self._data, self._reader, self._seed, self._count = data, reader, seed, prompts_per_step
         passed_over = (OverlongError,) if data.overlong == "drop" else ()
-        self._checked, self._unknown = sorted(shuffled(len(reader), seed, 0)[:CHECKED_ROWS].tolist()), list[int]()
+        self._checked, self._unknown = (
+            sorted(shuffled_row_order(len(reader), seed, 0)[:CHECKED_ROWS].tolist()),
+            list[int](),
+        )
         problems = list[str]()
         for row in self._checked:
             with suppress(*passed_over):
                 prompt = reader.read(row)
-                problems.append(reader.check(row, prompt))
-                if reader.is_partly_unknown(prompt):
+                problems.append(reader.find_row_problem(row, prompt))
+                if reader.has_unknown_characters(prompt):
                     self._unknown.append(row)
         self._never_right = never_right_warning(reader.source, problems)
 
@@ -127,7 +130,7 @@ class FilePrompts:
             unknown = (
                 f"{self._reader.source}: the model's tokenizer does not know some characters in "
                 f"{len(self._unknown):,} of {len(self._checked):,} prompts, the first "
-                f"{self._reader.rows.where(self._unknown[0])}, and the model does not see them"
+                f"{self._reader.rows.row_location(self._unknown[0])}, and the model does not see them"
             )
         unbegun = ""
         if start := self._reader.missing_start_token(self._checked[0]):
@@ -135,25 +138,29 @@ class FilePrompts:
                 f"{self._reader.source}: prompts do not begin with {start!r}, which the model's "
                 "tokenizer puts before every text (docs/data.md)"
             )
-        few, num_kept = "", int(self._kept[0].sum())
+        few, num_kept = "", int(self._kept_rows_and_warning[0].sum())
         if num_kept < self._count:
             few = (
-                f"data.source = {self._data.source_name!r}: {words.count(num_kept, 'prompt')}, and a step takes "
-                f"rollout.prompts_per_step = {self._count}, so that it has the same prompt more than once"
+                f"data.source = {self._data.source_name!r}: {formatting.format_count(num_kept, 'prompt')}, and a step "
+                f"takes rollout.prompts_per_step = {self._count}, so that it has the same prompt more than once"
             )
-        return "; ".join(filter(None, (few, unknown, unbegun, self._never_right, self._reader.warning, self._kept[1])))
+        return "; ".join(
+            filter(
+                None, (few, unknown, unbegun, self._never_right, self._reader.warning, self._kept_rows_and_warning[1])
+            )
+        )
 
-    def batch(self, step: int) -> list[Prompt]:
+    def read_step_prompts(self, step: int) -> list[Prompt]:
         """The prompts of a step, in draw order.
 
         Raises:
             RowError: a row that was not checked before cannot be used.
         """
-        return list(map(self._reader.read, self._rows(step)))
+        return list(map(self._reader.read, self._step_rows(step)))
 
-    def refill(self, step: int, count: int) -> list[Prompt]:
+    def read_replacement_prompts(self, step: int, count: int) -> list[Prompt]:
         """The first ``count`` prompts that replace a step's groups without variance."""
-        return list(map(self._reader.read, self._refills.rows(step, self._rows(step), count)))
+        return list(map(self._reader.read, self._row_refills.rows(step, self._step_rows(step), count)))
 
     def fingerprints(self) -> Mapping[str, str]:
         """Hashes, by name, of the data; reads all files."""
@@ -164,23 +171,23 @@ class FilePrompts:
         }
 
     @cached_property
-    def _kept(self) -> tuple[NDArray[np.bool_], str]:
+    def _kept_rows_and_warning(self) -> tuple[NDArray[np.bool_], str]:
         return kept_rows(self._data, self._reader)
 
     @cached_property
-    def _draws(self) -> Draws:
-        return Draws(self._kept[0], self._seed)
+    def _row_draws(self) -> Draws:
+        return Draws(self._kept_rows_and_warning[0], self._seed)
 
     @cached_property
-    def _refills(self) -> Refills:
-        return Refills(self._kept[0], self._seed, _REFILL_STRIDE * self._count)
+    def _row_refills(self) -> Refills:
+        return Refills(self._kept_rows_and_warning[0], self._seed, _REFILL_STRIDE * self._count)
 
-    def _rows(self, step: int) -> list[int]:
-        return self._draws.rows(step * self._count, (step + 1) * self._count)
+    def _step_rows(self, step: int) -> list[int]:
+        return self._row_draws.rows(step * self._count, (step + 1) * self._count)
 
 
 class SharedPrompts:
-    """A ``PromptSource`` that one rank of a node reads for all; ``batch`` and ``refill`` are collective on the node.
+    """A ``PromptSource`` that one rank of a node reads for all; its reading methods are collective on the node.
 
     Args:
         source: None on all ranks but the node's first.
@@ -190,25 +197,25 @@ class SharedPrompts:
     def __init__(self, source: PromptSource | None, once: Callable[[Callable[[], list[Prompt]]], list[Prompt]]) -> None:
         self._source, self._once = source, once
 
-    def batch(self, step: int) -> list[Prompt]:
+    def read_step_prompts(self, step: int) -> list[Prompt]:
         """Collective on the node: the prompts of a step, in draw order."""
-        return self._once(lambda: self._own.batch(step))
+        return self._once(lambda: self._own_source.read_step_prompts(step))
 
-    def refill(self, step: int, count: int) -> list[Prompt]:
+    def read_replacement_prompts(self, step: int, count: int) -> list[Prompt]:
         """Collective on the node: the first ``count`` prompts that replace a step's groups without variance."""
-        return self._once(lambda: self._own.refill(step, count))
+        return self._once(lambda: self._own_source.read_replacement_prompts(step, count))
 
     def fingerprints(self) -> Mapping[str, str]:
         """Hashes, by name, of the data; on a node's first rank alone, such as rank 0."""
-        return self._own.fingerprints()
+        return self._own_source.fingerprints()
 
     @property
     def warning(self) -> str:
         """A line about rows, as ``PromptSource.warning``; on a node's first rank alone."""
-        return self._own.warning
+        return self._own_source.warning
 
     @property
-    def _own(self) -> PromptSource:
+    def _own_source(self) -> PromptSource:
         assert self._source is not None, "only a node's first rank reads"
         return self._source
 
@@ -235,7 +242,7 @@ def kept_rows(data: DataSection, reader: PromptReader) -> tuple[NDArray[np.bool_
         return is_kept, ""
     return is_kept, (
         f"{reader.source}: {len(dropped):,} of {len(reader):,} prompts are too long and dropped, the first "
-        f"{dropped[0].fact}"
+        f"{dropped[0].message_without_remedy}"
     )
 
 
@@ -267,7 +274,7 @@ def make_prompt(tokenizer: Tokenizer, text: str, answer: str, source: str) -> Pr
 Indices = NDArray[np.int64]
 
 
-def shuffled(num_rows: int, seed: int, epoch: int, kind: str = "epoch") -> Indices:
+def shuffled_row_order(num_rows: int, seed: int, epoch: int, kind: str = "epoch") -> Indices:
     """A permutation [N]: rows sorted by a hash of (seed, epoch, row), SplitMix64's finaliser (Steele et al., 2014).
 
     A shuffle by hand, since libraries may change theirs from version to version.
@@ -292,7 +299,7 @@ class Draws:
         return [int(self._epoch(epoch)[place]) for epoch, place in places]
 
     def _shuffle(self, epoch: int) -> Indices:
-        order = shuffled(len(self._is_kept), self._seed, epoch)
+        order = shuffled_row_order(len(self._is_kept), self._seed, epoch)
         return order[self._is_kept[order]]
 
 
@@ -303,7 +310,7 @@ class Refills:
     """
 
     def __init__(self, is_kept: NDArray[np.bool_], seed: int, stride: int) -> None:
-        self._order = lru_cache(maxsize=2)(partial(shuffled, len(is_kept), seed, kind="refill"))
+        self._order = lru_cache(maxsize=2)(partial(shuffled_row_order, len(is_kept), seed, kind="refill"))
         self._is_kept, self._stride = is_kept, stride
 
     def rows(self, step: int, own: Collection[int], count: int) -> list[int]:

@@ -88,7 +88,7 @@ class PromptReader:
         """
         prompt = self.read_unlimited(index)
         if len(prompt.tokens) > self.data.max_prompt_tokens:
-            raise OverlongError(self.rows.where(index), len(prompt.tokens), self.data.max_prompt_tokens)
+            raise OverlongError(self.rows.row_location(index), len(prompt.tokens), self.data.max_prompt_tokens)
         return prompt
 
     def read_unlimited(self, index: int) -> Prompt:
@@ -98,15 +98,15 @@ class PromptReader:
             RowError: the row is broken.
             ConfigError: as ``read``.
         """
-        where = self.rows.where(index)
+        where = self.rows.row_location(index)
         row = split_row(self.rows[index], self.data, self.rows.kind, where)
-        text = self._text_of(row.prompt, where)
+        text = self._prompt_text(row.prompt, where)
         tokens = encode(self._tokenizer, text) if self._tokenizer else np.empty(0, np.int32)
         if self._tokenizer and not len(tokens):
             raise RowError(where, "prompt of 0 tokens; fix or remove the row")
         return Prompt(tokens, text, row.answer, row.source, row.extra)
 
-    def check(self, index: int, prompt: Prompt) -> str:
+    def find_row_problem(self, index: int, prompt: Prompt) -> str:
         """The reason why no response to a row that was read can be right, with the row's place; empty: one can.
 
         Raises:
@@ -115,10 +115,10 @@ class PromptReader:
         try:
             problem = self._check(prompt)
         except ValueError as error:
-            raise RowError(self.rows.where(index), f"{error}; fix or remove the row") from None
-        return f"{self.rows.where(index)}: {problem}" if problem else ""
+            raise RowError(self.rows.row_location(index), f"{error}; fix or remove the row") from None
+        return f"{self.rows.row_location(index)}: {problem}" if problem else ""
 
-    def is_partly_unknown(self, prompt: Prompt) -> bool:
+    def has_unknown_characters(self, prompt: Prompt) -> bool:
         """True if the tokenizer reads some of the prompt's characters as its token for unknown text."""
         return self._unknown is not None and bool((prompt.tokens == self._unknown).any())
 
@@ -129,7 +129,7 @@ class PromptReader:
         first = self._tokenizer.encode(prompt.text).ids[0]
         return "" if first == prompt.tokens[0] else str(self._tokenizer.id_to_token(first))
 
-    def _text_of(self, prompt: str | Messages, where: str) -> str:
+    def _prompt_text(self, prompt: str | Messages, where: str) -> str:
         """The text that the model is fed."""
         if self._tokenizer is None:
             return prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
@@ -222,7 +222,7 @@ class RowText:
 
 def wanted_columns(data: DataSection) -> frozenset[str]:
     """The top-level columns that may be needed of a file."""
-    paths = (*_paths(data.prompt_key, _PROMPT_COLUMNS), *_paths(data.answer_key, _ANSWER_COLUMNS))
+    paths = (*_column_paths(data.prompt_key, _PROMPT_COLUMNS), *_column_paths(data.answer_key, _ANSWER_COLUMNS))
     return frozenset(path.partition(".")[0] for path in paths) | {*_KEPT, "data_source", _TOOLS}
 
 
@@ -234,7 +234,7 @@ def split_row(row: Row, data: DataSection, kind: str, where: str) -> RowText:
     """
     if row.get(_TOOLS) not in (None, "", "[]", "null", [], {}):
         raise RowError(where, f"has {_TOOLS!r}, and a run calls no tools; leave the column out or take other data")
-    prompt = _as_prompt(_value(row, "prompt", _paths(data.prompt_key, _PROMPT_COLUMNS), where), where)
+    prompt = _as_prompt(_find_row_value(row, "prompt", _column_paths(data.prompt_key, _PROMPT_COLUMNS), where), where)
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" and not data.continues_chats:
         raise RowError(  # as in data for supervised training, where it is the answer
             where,
@@ -265,14 +265,14 @@ def answer_of_row(row: Row, data: DataSection, where: str) -> Any:
     Raises:
         RowError: there is none.
     """
-    return _value(row, "answer", _paths(data.answer_key, _ANSWER_COLUMNS), where)
+    return _find_row_value(row, "answer", _column_paths(data.answer_key, _ANSWER_COLUMNS), where)
 
 
-def _paths(key: str, usual: tuple[str, ...]) -> tuple[str, ...]:
+def _column_paths(key: str, usual: tuple[str, ...]) -> tuple[str, ...]:
     return (key,) if key else usual
 
 
-def _value(row: Row, what: str, paths: tuple[str, ...], where: str) -> Any:
+def _find_row_value(row: Row, what: str, paths: tuple[str, ...], where: str) -> Any:
     """The value of the first of these dotted paths that the row has.
 
     Raises:
@@ -297,7 +297,7 @@ def _value(row: Row, what: str, paths: tuple[str, ...], where: str) -> Any:
 
 def _as_prompt(value: Any, where: str) -> str | Messages:
     if isinstance(value, str):
-        value = _chat_in(value, where)
+        value = _parse_chat_text(value, where)
     if value in ("", []):
         raise RowError(where, "the prompt is empty; fix or remove the row")
     if not isinstance(value, str | list):
@@ -307,7 +307,7 @@ def _as_prompt(value: Any, where: str) -> str | Messages:
     return tuple(_as_message(message, f"{where}: message {number}") for number, message in enumerate(value))
 
 
-def _chat_in(text: str, where: str) -> str | list[Any]:
+def _parse_chat_text(text: str, where: str) -> str | list[Any]:
     """The messages of a text that is JSON of them, as some files store a chat; any other text as it is.
 
     Raises:

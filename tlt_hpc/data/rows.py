@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tlt_hpc.common.files import DamagedText, other_format, parse_object
+from tlt_hpc.common.files import DamagedText, detect_other_format, parse_json_object
 from tlt_hpc.config import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Rows(Protocol):
 
     def __getitem__(self, index: int) -> Row: ...
 
-    def where(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """The file and line, or row, as a message names it."""
         ...
 
@@ -64,7 +64,7 @@ class JsonlRows:
         end = 0
         try:
             self._file = path.open("rb")
-            if other := other_format(os.pread(self._file.fileno(), 8, 0)):
+            if other := detect_other_format(os.pread(self._file.fileno(), 8, 0)):
                 raise ConfigError(*f"{key}: {path} is {other}".split("; ", 1))
             for number, line in enumerate(iter(lambda: self._file.readline(_MAX_LINE_BYTES + 1), b""), 1):
                 if len(line) > _MAX_LINE_BYTES:
@@ -85,13 +85,13 @@ class JsonlRows:
     def __getitem__(self, index: int) -> Row:
         start, end = self._starts[index], self._starts[index + 1]
         try:
-            return parse_object(os.pread(self._file.fileno(), end - start, start).rstrip())
+            return parse_json_object(os.pread(self._file.fileno(), end - start, start).rstrip())
         except DamagedText as error:
             raise RowError(
-                self.where(index), f"no JSON object ({error}); each line must be one: fix or remove it"
+                self.row_location(index), f"no JSON object ({error}); each line must be one: fix or remove it"
             ) from None
 
-    def where(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """The file and line, as a message names them."""
         return f"{self._path}:{self._numbers[index]}"
 
@@ -130,9 +130,11 @@ class ArrowRows:
         try:
             return {name: column[index].as_py() for name, column in self._columns.items()}
         except ValueError as error:  # pyarrow's errors, and text that is no UTF-8
-            raise RowError(self.where(index), f"cannot be read ({first_line(error)}); write the file again") from None
+            raise RowError(
+                self.row_location(index), f"cannot be read ({first_line(error)}); write the file again"
+            ) from None
 
-    def where(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """The file and row, as a message names them."""
         return f"{self._path} row {index}"
 
@@ -153,19 +155,19 @@ class JoinedRows:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Row:
-        part, within = self._place(index)
+        part, within = self._locate_row(index)
         return part[within]
 
-    def where(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """The file and line, or row, as a message names them."""
-        part, within = self._place(index)
-        return part.where(within)
+        part, within = self._locate_row(index)
+        return part.row_location(within)
 
     def digest(self) -> str:
         """The SHA-256 of each file, joined by "+"; reads all files."""
         return "+".join(part.digest() for part in self._parts)
 
-    def _place(self, index: int) -> tuple[Rows, int]:
+    def _locate_row(self, index: int) -> tuple[Rows, int]:
         number = bisect_right(self._ends, index)
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 
@@ -185,7 +187,7 @@ def _read_parquet(path: Path, wanted: frozenset[str]) -> pa.Table:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path, memory_map=True) as file:
-        return file.read(columns=_chosen(file.schema_arrow, wanted))
+        return file.read(columns=_chosen_columns(file.schema_arrow, wanted))
 
 
 def _read_arrow(path: Path, wanted: frozenset[str]) -> pa.Table:
@@ -196,8 +198,8 @@ def _read_arrow(path: Path, wanted: frozenset[str]) -> pa.Table:
     is_file = source.read(6) == b"ARROW1"
     source.seek(0)
     table = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).read_all()
-    return table.select(_chosen(table.schema, wanted))
+    return table.select(_chosen_columns(table.schema, wanted))
 
 
-def _chosen(schema: pa.Schema, wanted: frozenset[str]) -> list[str]:
+def _chosen_columns(schema: pa.Schema, wanted: frozenset[str]) -> list[str]:
     return [name for name in schema.names if name in wanted] or schema.names

@@ -83,16 +83,16 @@ def _unroll(drafter: Drafter, batch: PackedBatch, embedding: Tensor, num_steps: 
     """
     path = PathAttention(batch.lengths)
     embedded = F.embedding(batch.next_tokens, embedding.detach()).to(batch.features.dtype)
-    states = drafter(embedded, drafter.fuse(batch.features), batch.positions, path.first_step)
+    states = drafter(embedded, drafter.fuse(batch.features), batch.positions, path.attend_first_step)
     pairs = batch.counts.nonzero().flatten()
-    path.keep(pairs)
+    path.keep_paths(pairs)
     states = states[pairs]
     yield states, pairs
     for _ in range(num_steps - 1):
         following = (pairs + 1).clamp(max=batch.num_tokens - 1)
         is_inside = (batch.documents[following] == batch.documents[pairs]) & (pairs + 1 < batch.num_tokens)
         kept = is_inside.nonzero().flatten()
-        path.keep(kept)
+        path.keep_paths(kept)
         pairs = pairs[kept] + 1
         if not len(pairs):
             return

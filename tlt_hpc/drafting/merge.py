@@ -89,7 +89,7 @@ class Merge:
             num_tokens: response tokens that this rank trained on, its weight; a drafter that is not finite has none.
         """
         self._trained, self._num_tokens, self._rank, self._world = trained, num_tokens, rank, world
-        tensors = trained.tensors()
+        tensors = trained.weights_and_moments()
         # one copy: three times the drafter is much
         flat = torch.cat([*(tensor.flatten() for tensor in tensors), tensors[0].new_tensor([1.0, 0.0])])
         flat.mul_(float(num_tokens))
@@ -114,7 +114,7 @@ class Merge:
         if self._is_dropped:
             trained.num_steps = 0  # its steps count no more than its weights
         if total > 0:
-            trained.assign(summed[:-2].div_(total))
+            trained.assign_flat_values(summed[:-2].div_(total))
             trained.average.add_current_weights()
         elif num_dropped:
             self._broadcast_untrained_drafter()
@@ -140,8 +140,8 @@ class Merge:
                 "no rank has a drafter with finite weights and moments: resume from the last checkpoint with a lower "
                 f"drafter.learning_rate than {trained.learning_rate:g}"
             )
-        flat = torch.cat([tensor.flatten() for tensor in trained.tensors()])
+        flat = torch.cat([tensor.flatten() for tensor in trained.weights_and_moments()])
         if self._rank != source:
             flat.zero_()
-        trained.assign(start_sum(world, flat)())
+        trained.assign_flat_values(start_sum(world, flat)())
         trained.has_learned = states[source][1]

@@ -16,11 +16,11 @@ from tlt_hpc.config import UserError
 from tlt_hpc.drafting.loss import allowing_tf32
 from tlt_hpc.drafting.merge import SumOverRanks, start_sum
 from tlt_hpc.drafting.pool import Excerpt, PackedBatch
-from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.spot_trainer import SpotTrainer
 from tlt_hpc.storage.feature_file import Document
 
 
-def batches_of(lengths: Sequence[int], num_tokens: int, seed: int) -> Iterator[list[int]]:
+def iter_update_batches(lengths: Sequence[int], num_tokens: int, seed: int) -> Iterator[list[int]]:
     """Yield the indices of the documents of each update, without end.
 
     Args:
@@ -58,7 +58,7 @@ def balanced_shards(batch: Sequence[int], lengths: Sequence[int], num_ranks: int
     return shards
 
 
-def passes_of(documents: Sequence[Document], most_pairs: int) -> list[list[Excerpt]]:
+def pack_forward_passes(documents: Sequence[Document], most_pairs: int) -> list[list[Excerpt]]:
     """Return the excerpts of each forward pass, at most ``most_pairs`` pairs; longer documents are cut into windows.
 
     Windows that predict no response token are left out.
@@ -92,7 +92,7 @@ def update_on_all_ranks(trainer: SpotTrainer, batches: Iterable[PackedBatch], wo
     Raises:
         UserError: on all ranks, if the gradient is not finite.
     """
-    trainer.take_up_head()
+    trainer.copy_policy_head()
     trained = trainer.trained
     loss, num_tokens = 0.0, 0
     for batch in batches:

@@ -80,7 +80,7 @@ class TrainingPool:
         self._damaged: set[_Place] = set()
         self._places: list[_Place] = []
         self._chances: list[float] = []
-        self._weigh()
+        self._update_sampling_weights()
 
     def __len__(self) -> int:
         """Return the number of documents to draw from, as of the last ``refresh``."""
@@ -88,13 +88,13 @@ class TrainingPool:
 
     def refresh(self) -> None:
         """Take in own responses that have finished, and open files that have appeared; once in a micro-step."""
-        has_changed = self._open_more()
+        has_changed = self._open_more_files()
         if not self._own.is_current:
             self._own, has_changed = self._cache.own_documents(), True
         if has_changed:
-            self._weigh()
+            self._update_sampling_weights()
 
-    def draw(self, num_tokens: int) -> list[Excerpt]:
+    def draw_excerpts(self, num_tokens: int) -> list[Excerpt]:
         """Return excerpts of distinct documents, at most ``num_tokens`` pairs, drawn until the next would not fit.
 
         The first is cut to a random window where it is longer than that; the others are whole. They are those that
@@ -120,7 +120,7 @@ class TrainingPool:
         for reader in self._readers.values():
             reader.close()
 
-    def _open_more(self) -> bool:
+    def _open_more_files(self) -> bool:
         """Open some files of the step before; whether there were any."""
         if time.monotonic() >= self._next_listing:
             self._next_listing = time.monotonic() + _LISTING_SECONDS
@@ -135,7 +135,7 @@ class TrainingPool:
         self._readers.update(opened)
         return bool(opened)
 
-    def _weigh(self) -> None:
+    def _update_sampling_weights(self) -> None:
         """Update the documents and their chances."""
         sources: list[OpenDocuments | FeatureCacheReader] = [self._own, *self._readers.values()]
         own, *previous = [source.lengths for source in sources]
@@ -211,7 +211,7 @@ class Excerpt:
     num_pairs: int
 
 
-def whole(document: Document) -> Excerpt:
+def whole_document_excerpt(document: Document) -> Excerpt:
     """Return all pairs of a document as one excerpt."""
     return Excerpt(document, 0, len(document.features) - 1)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_hpc.config import UserError
-from tlt_hpc.models.drafter import TOKEN_IDS, Drafter, layer_of
+from tlt_hpc.models.drafter import TOKEN_IDS, Drafter, parse_layer_settings
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BETAS, _MAX_GRAD_NORM = (0.9, 0.95), 1.0
@@ -45,13 +45,13 @@ class TrainedDrafter:
         """Clip the gradient and take a step of Adam; return False, and change nothing, if it is not finite."""
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), _MAX_GRAD_NORM)
         if bool(norm.isfinite()):
-            self._adam()
+            self._take_adam_step()
             return True
         self.drop_gradients()
         return False
 
     @torch.no_grad()
-    def _adam(self) -> None:
+    def _take_adam_step(self) -> None:
         """Adam (Kingma & Ba, 2015); the moments are kept here because the merge averages them too."""
         self.num_steps += 1
         self.has_learned = True
@@ -73,19 +73,21 @@ class TrainedDrafter:
 
     # -- all weights and moments as one array -------------------------------------------------------------------
 
-    def tensors(self) -> list[Tensor]:
+    def weights_and_moments(self) -> list[Tensor]:
         """Return weights and moments: the tensors themselves, which the next step changes."""
         return [tensor for name, p in self.parameters.items() for tensor in (p.data, *self._moments[name])]
 
-    def assign(self, flat: Tensor) -> None:
-        """Copy values [n] to ``tensors``, in their order."""
-        tensors = self.tensors()
+    def assign_flat_values(self, flat: Tensor) -> None:
+        """Copy values [n] to ``weights_and_moments``, in their order."""
+        tensors = self.weights_and_moments()
         for tensor, values in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
             tensor.copy_(values.view_as(tensor))
 
     def fingerprint(self) -> str:
         """Return a digest of the bits of weights, moments and averaged weights, computed on their device."""
-        sums = torch.stack([_bit_sum(tensor) for tensor in (*self.tensors(), *self.average.means().values())])
+        sums = torch.stack(
+            [_bit_sum(tensor) for tensor in (*self.weights_and_moments(), *self.average.means().values())]
+        )
         return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()
 
     # -- what is saved and restored -----------------------------------------------------------------------------
@@ -94,12 +96,12 @@ class TrainedDrafter:
         """Return the weights that the engine drafts with, averaged over the last merges, by parameter name."""
         return {**self.drafter.state_dict(), **self.average.means()}
 
-    def state(self) -> dict[str, Tensor]:
+    def host_state_copy(self) -> dict[str, Tensor]:
         """Return a copy in host memory of weights, averaged and as they are, moments and counters, by name."""
         return {name: tensor.cpu().clone() for name, tensor in self.live_state().items()}
 
     def live_state(self) -> dict[str, Tensor]:
-        """Return what ``state`` copies: the tensors themselves, which the next micro-step or merge changes.
+        """Return what ``host_state_copy`` copies: the tensors themselves, which the next micro-step or merge changes.
 
         ``<name>.weight`` is what is served, and ``<name>.trained``, where it may differ, what training continues from.
         """
@@ -108,13 +110,13 @@ class TrainedDrafter:
             **{f"{name}.weight": mean for name, mean in self.average.means().items()},
             **self._training_tensors("trained" if self.average.num_bytes else "weight"),
             **({} if ids is None else {TOKEN_IDS: ids}),
-            **self.drafter.own.stored(),
+            **self.drafter.own.to_tensors(),
             "num_averaged": torch.tensor(self.average.num_taken),
             "num_steps": torch.tensor(self.num_steps),
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore ``state``, also one that was averaged over another span.
+        """Restore ``host_state_copy``, also one that was averaged over another span.
 
         Raises:
             UserError: a tensor is missing or has another shape, or the layer other settings.
@@ -123,16 +125,16 @@ class TrainedDrafter:
         is_averaged = any(name.endswith(".trained") for name in state)
         wanted = self._training_tensors("trained" if is_averaged else "weight")
         for name, tensor in {**self._training_tensors("weight"), **wanted}.items():
-            _check(name, state, tensor)
+            _check_tensor_shape(name, state, tensor)
         self.num_steps = int(state["num_steps"])
         self.has_learned |= self.num_steps > 0
-        self._take_vocabulary(state)
+        self._load_vocabulary(state)
         for name, tensor in wanted.items():
             tensor.copy_(state[name])
         averaged = int(state.get("num_averaged", torch.tensor(0)))
         self.average.load({name: state[f"{name}.weight"] for name in self.parameters}, averaged)
 
-    def start_from(self, state: Mapping[str, Tensor]) -> None:
+    def copy_weights_from(self, state: Mapping[str, Tensor]) -> None:
         """Copy another drafter's weights, in any precision, but neither its moments nor its step count.
 
         Raises:
@@ -140,32 +142,32 @@ class TrainedDrafter:
         """
         self._check_layer(state)
         for name, parameter in self.parameters.items():
-            _check(f"{name}.weight", state, parameter)
+            _check_tensor_shape(f"{name}.weight", state, parameter)
             parameter.data.copy_(state[f"{name}.weight"])
-        self._take_vocabulary(state)
+        self._load_vocabulary(state)
         self.has_learned = True
 
-    def draft_among(self, token_ids: NDArray[np.int64]) -> None:
+    def set_draft_vocabulary(self, token_ids: NDArray[np.int64]) -> None:
         """Replace the vocabulary of an untrained EAGLE-3 drafter by ``token_ids`` [W], ascending."""
         assert self.drafter.token_ids is not None and not self.has_learned
         self.drafter.token_ids.copy_(torch.from_numpy(token_ids))
 
     def _check_layer(self, state: Mapping[str, Tensor]) -> None:
-        if (found := layer_of(state)) != (own := self.drafter.own):
+        if (found := parse_layer_settings(state)) != (own := self.drafter.own):
             raise UserError(
-                f"the drafter's layer has the settings {found.changes}, and this run's {own.changes}; use the "
-                "drafter.init that the run began with"
+                f"the drafter's layer has the settings {found.changed_settings_json}, and this run's "
+                f"{own.changed_settings_json}; use the drafter.init that the run began with"
             )
 
-    def _take_vocabulary(self, state: Mapping[str, Tensor]) -> None:
+    def _load_vocabulary(self, state: Mapping[str, Tensor]) -> None:
         if self.drafter.token_ids is not None:
-            _check(TOKEN_IDS, state, self.drafter.token_ids)
+            _check_tensor_shape(TOKEN_IDS, state, self.drafter.token_ids)
             self.drafter.token_ids.copy_(state[TOKEN_IDS])
 
     def _training_tensors(self, kind: str) -> dict[str, Tensor]:
         """Return the tensors that training continues from: weights as ``<name>.<kind>``, and both moments."""
         names = [f"{name}.{part}" for name in self.parameters for part in (kind, *_MOMENTS)]
-        return dict(zip(names, self.tensors(), strict=True))
+        return dict(zip(names, self.weights_and_moments(), strict=True))
 
 
 class WeightAverage:
@@ -224,7 +226,7 @@ def _bit_sum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _check(name: str, state: Mapping[str, Tensor], wanted: Tensor) -> None:
+def _check_tensor_shape(name: str, state: Mapping[str, Tensor], wanted: Tensor) -> None:
     if name not in state or state[name].shape != wanted.shape:
         found = list(state[name].shape) if name in state else "missing"
         raise UserError(

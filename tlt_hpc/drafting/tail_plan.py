@@ -66,12 +66,12 @@ class TailPlan:
         self._stored = list[tuple[float, float]]()
         """Tokens that were there for each step, and how many were accepted, since the last pause."""
 
-    def next(self) -> IdleWork:
+    def choose_idle_work(self) -> IdleWork:
         """Return the use of the next tail; the same on all ranks."""
-        self._use = self._next()
+        self._use = self._decide_idle_work()
         return self._use
 
-    def _next(self) -> IdleWork:
+    def _decide_idle_work(self) -> IdleWork:
         if not self._may_be_ahead:
             return IdleWork(self._may_train, False, "always" if self._may_train else "frozen")
         if self._pause:
@@ -82,11 +82,11 @@ class TailPlan:
         if self._num_unmeasured > 2 * _WINDOW:
             turn = self._num_unmeasured % 2 == 0
             return IdleWork(turn, not turn, "in turn: the drafter is hardly used")
-        return self._by_accept_length()
+        return self._choose_by_accept_length()
 
     def add_step_metrics(self, line: Mapping[str, float]) -> None:
         """Take in a step's metrics, by their names in metrics.jsonl."""
-        self._judge_drafts(line.get(STORED_TOKENS, 0.0), line.get(STORED_ACCEPTED, 0.0))
+        self._pause_if_drafts_wasted(line.get(STORED_TOKENS, 0.0), line.get(STORED_ACCEPTED, 0.0))
         if line.get(SEQUENCES, 0.0) < _LEAST_SEQUENCES:
             self._num_unmeasured += 1
             return
@@ -94,7 +94,7 @@ class TailPlan:
         if self._use.trains == self._is_training:  # not of a pause
             self._lengths.append(line[ACCEPT_LENGTH])
 
-    def _judge_drafts(self, num_tokens: float, num_accepted: float) -> None:
+    def _pause_if_drafts_wasted(self, num_tokens: float, num_accepted: float) -> None:
         """Pause where too little of what was generated ahead is of use."""
         self._stored.append((num_tokens, num_accepted))
         tokens, accepted = map(sum, zip(*self._stored[-_WINDOW:], strict=True))
@@ -102,26 +102,28 @@ class TailPlan:
         if self._ahead == "auto" and is_wasted and len(self._stored) >= _WINDOW:
             self._pause, self._stored = _PAUSE, []
 
-    def _by_accept_length(self) -> IdleWork:
+    def _choose_by_accept_length(self) -> IdleWork:
         lengths, num_steps = self._lengths, len(self._lengths)
         if self._is_training and num_steps >= _LEAST_STEPS:
             growth, error = growth_per_step(lengths[-_MOST_STEPS:])
             if growth + error < _LEAST_GROWTH and error < _MOST_ERROR:
-                return self._change(f"generated ahead: the accept length changed by {growth:+.1%} a step by training")
+                return self._switch_idle_work(
+                    f"generated ahead: the accept length changed by {growth:+.1%} a step by training"
+                )
         elif not self._is_training and num_steps >= 4 * _WINDOW:
             first, last = lengths[: 2 * _WINDOW], lengths[-2 * _WINDOW :]
             before, now = fmean(first), fmean(last)
             error = math.sqrt((variance(first) + variance(last)) / len(first))
             if before - now > max(_MOST_LOSS * before, _CERTAIN * error):
-                return self._change(f"trained: accept length {before:.2f} to {now:.2f} without")
-        return self._usual("trained" if self._is_training else "generated ahead")
+                return self._switch_idle_work(f"trained: accept length {before:.2f} to {now:.2f} without")
+        return self._current_idle_work("trained" if self._is_training else "generated ahead")
 
-    def _change(self, why: str) -> IdleWork:
+    def _switch_idle_work(self, why: str) -> IdleWork:
         self._is_training = not self._is_training
         self._lengths.clear()
-        return self._usual(why)
+        return self._current_idle_work(why)
 
-    def _usual(self, why: str) -> IdleWork:
+    def _current_idle_work(self, why: str) -> IdleWork:
         return IdleWork(self._is_training, not self._is_training, why)
 
 

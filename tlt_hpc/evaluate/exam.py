@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from tlt_hpc.common.records import FinishReason, Prompt, Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import Config, ConfigError, UserError
-from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_response
+from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_response_tokens
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
@@ -17,7 +17,7 @@ from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.judge import judge
 from tlt_hpc.rewards.scorer import Judge
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.run.session import Session, text_of
+from tlt_hpc.run.session import Session, decode_response_text
 from tlt_hpc.storage.folder import wait_for_listed_files
 from tlt_hpc.storage.rollout_log import JudgedResponse
 
@@ -39,12 +39,12 @@ class Exam:
     wanted: list[Wanted]
     judge: Judge
 
-    def missing(self, done: Container[SampleKey]) -> list[tuple[Prompt, Request]]:
+    def missing_requests(self, done: Container[SampleKey]) -> list[tuple[Prompt, Request]]:
         """The requests that have no response yet, by prompt."""
         return [(each.prompt, r) for each in self.wanted for r in each.requests if r.key not in done]
 
 
-def open_exam(config: Config, sets: tuple[EvaluationSet, ...], judge: Judge, world: World) -> Exam:
+def make_exam_all_ranks(config: Config, sets: tuple[EvaluationSet, ...], judge: Judge, world: World) -> Exam:
     """The exam of these data sets; collective.
 
     Raises:
@@ -58,10 +58,10 @@ def open_exam(config: Config, sets: tuple[EvaluationSet, ...], judge: Judge, wor
                     f"evaluation.sources: rank {rank} on {hostname} reads another {name!r} than rank 0 on "
                     f"{seen[0][0]}; give all nodes the same files"
                 )
-    return Exam(sets, wanted_responses(config, sets), judge)
+    return Exam(sets, requests_by_prompt(config, sets), judge)
 
 
-def wanted_responses(config: Config, sets: Sequence[EvaluationSet]) -> list[Wanted]:
+def requests_by_prompt(config: Config, sets: Sequence[EvaluationSet]) -> list[Wanted]:
     """All requests, by prompt, in the order of the sets and their rows.
 
     Their keys do not depend on the policy's step: every step is judged on the same noise.
@@ -70,7 +70,7 @@ def wanted_responses(config: Config, sets: Sequence[EvaluationSet]) -> list[Want
     params = [replace(sampled, temperature=0.0, top_p=1.0), *[sampled] * config.evaluation.samples]
 
     def key(each: EvaluationSet, row: int, sample: int) -> SampleKey:
-        return SampleKey(config.evaluation.seed, Stream.EVALUATION, each.number, row, sample)
+        return SampleKey(config.evaluation.seed, Stream.EVALUATION, each.name_hash, row, sample)
 
     return [
         Wanted(each, prompt, tuple(Request(key(each, row, i), prompt.tokens, own) for i, own in enumerate(params)))
@@ -82,7 +82,7 @@ def wanted_responses(config: Config, sets: Sequence[EvaluationSet]) -> list[Want
 def sampling_params(config: Config) -> SamplingParams:
     """The parameters of answers by sampling: the evaluation's temperature and nucleus, the rollout's ends."""
     return SamplingParams(
-        max_tokens=longest_response(config),
+        max_tokens=longest_response_tokens(config),
         temperature=config.evaluation.temperature,
         top_p=config.evaluation.top_p,
         stop_strings=config.rollout.stop_strings,
@@ -117,9 +117,9 @@ def generate_answers_all_ranks(
         epoch: the pulse's; any number that all ranks give.
 
     Raises:
-        UserError: as ``agree_all_files_seen``.
+        UserError: as ``wait_for_files_all_ranks``.
     """
-    own = share_of(exam.missing(done), session.replica.number, session.replica.count)
+    own = replica_share_of_requests(exam.missing_requests(done), session.replica.number, session.replica.count)
     answers = _Answers(session, engine, exam, folder, {request.key: prompt for prompt, request in own})
 
     def on_idle(roster: Roster) -> bool:
@@ -134,19 +134,19 @@ def generate_answers_all_ranks(
         shown=shown if session.world.rank == 0 else None,
         epoch=epoch,
     )
-    answers.write_and_abort_rest(is_whole=not roster.stopping)
-    agree_all_files_seen(folder, answers.written, session.world)
-    return not roster.stopping
+    answers.write_and_abort_rest(is_whole=not roster.has_stop_vote)
+    wait_for_files_all_ranks(folder, answers.written, session.world)
+    return not roster.has_stop_vote
 
 
-def share_of(missing: Sequence[T], rank: int, num_ranks: int) -> list[T]:
+def replica_share_of_requests(missing: Sequence[T], rank: int, num_ranks: int) -> list[T]:
     """A replica's share, in runs of neighbours, which have prompts in common."""
     size = max(1, len(missing) // (_UNITS * num_ranks))
     starts = range(rank * size, len(missing), num_ranks * size)
     return [each for start in starts for each in missing[start : start + size]]
 
 
-def agree_all_files_seen(folder: EvaluationFolder, written: Sequence[str], world: World) -> None:
+def wait_for_files_all_ranks(folder: EvaluationFolder, written: Sequence[str], world: World) -> None:
     """Return once rank 0 sees the files that all ranks have ``written``, for it reads them; collective.
 
     Raises:
@@ -154,7 +154,7 @@ def agree_all_files_seen(folder: EvaluationFolder, written: Sequence[str], world
     """
     files = world.allgather((world.hostname, tuple(written)))
     writers = {name: f"rank {rank} on {hostname}" for rank, (hostname, own) in enumerate(files) for name in own}
-    for name in world.once(lambda: wait_for_listed_files(folder.responses, writers.keys())):
+    for name in world.run_first_and_broadcast(lambda: wait_for_listed_files(folder.responses, writers.keys())):
         raise UserError(
             f"{folder.responses}: rank 0 on {files[0][0]} does not see {name}, which {writers[name]} wrote; "
             "use a folder that all nodes share (run.folder, or --output)"
@@ -181,16 +181,16 @@ class _Answers:
         self.written: list[str] = []
         """The files so far."""
         if self._judge.client is not None:
-            self._judge.client.forget()  # what an evaluation that was cut short has left
+            self._judge.client.drop_all_answers()  # what an evaluation that was cut short has left
 
     def judge_and_write_ready(self) -> None:
         """Judge what has ended, take the server's verdicts without waiting, and write a piece that is due."""
-        if self._engine.finished:
-            for rollout in self._engine.collect():
-                self._hand_in(rollout)
+        if self._engine.finished_rollouts:
+            for rollout in self._engine.take_finished_rollouts():
+                self._judge_or_submit(rollout)
         if self._judge.client is not None:
-            for number, verdict in self._judge.client.take_ready().items():
-                self._settle(self._at_server.pop(number), verdict)
+            for number, verdict in self._judge.client.take_ready_verdicts().items():
+                self._add_judged_response(self._at_server.pop(number), verdict)
         is_long_ago = time.monotonic() - self._written_at >= PIECE_SECONDS
         if len(self._judged) >= PIECE_RESPONSES or (self._judged and is_long_ago):
             with self._session.pulse.progressing():
@@ -200,25 +200,25 @@ class _Answers:
         """Write what is judged: all if the evaluation ``is_whole``, else what is there; and drop the rest."""
         client = self._judge.client
         if is_whole and client is not None:
-            for number, verdict in client.wait(list(self._at_server)).items():
-                self._settle(self._at_server.pop(number), verdict)
+            for number, verdict in client.wait_for_verdicts(list(self._at_server)).items():
+                self._add_judged_response(self._at_server.pop(number), verdict)
         if self._judged:
             self._write()
         self._engine.abort()
-        self._engine.collect()
+        self._engine.take_finished_rollouts()
         if client is not None:
-            client.forget()
+            client.drop_all_answers()
 
-    def _hand_in(self, rollout: Rollout) -> None:
+    def _judge_or_submit(self, rollout: Rollout) -> None:
         prompt = self._prompts[rollout.key]
-        text = text_of(self._session.tokenizer, rollout.response_tokens)
-        asked = self._judge.answer(prompt, text, rollout.finish_reason is not FinishReason.LENGTH)
+        text = decode_response_text(self._session.tokenizer, rollout.response_tokens)
+        asked = self._judge.make_answer(prompt, text, rollout.finish_reason is not FinishReason.LENGTH)
         if self._judge.client is not None and self._judge.needs_worker(prompt):
             self._at_server[self._judge.client.submit(asked)] = rollout
         else:
-            self._settle(rollout, judge(asked, self._judge.settings))
+            self._add_judged_response(rollout, judge(asked, self._judge.settings))
 
-    def _settle(self, rollout: Rollout, verdict: Verdict) -> None:
+    def _add_judged_response(self, rollout: Rollout, verdict: Verdict) -> None:
         self._judged.append(
             JudgedResponse(
                 key=rollout.key,
@@ -231,7 +231,7 @@ class _Answers:
         )
 
     def _write(self) -> None:
-        self.written.append(self._folder.write(self._number, self._judged))
+        self.written.append(self._folder.write_response_file(self._number, self._judged))
         self._number, self._judged, self._written_at = self._number + self._session.world.size, [], time.monotonic()
 
 

@@ -44,7 +44,7 @@ class EvaluationFolder:
         self.status = path / "status"
         """What each rank does, or did when it ended."""
 
-    def claim(self, facts: Mapping[str, Any], replaces: bool = False) -> set[SampleKey]:
+    def save_or_compare_settings(self, facts: Mapping[str, Any], replaces: bool = False) -> set[SampleKey]:
         """Save what the responses depend on, or compare it with what is there; data sets may be added.
 
         Returns the keys of the responses that are there.
@@ -56,7 +56,7 @@ class EvaluationFolder:
             ConfigError: they differ, or the file is damaged.
             WriteError: no room or no permission.
         """
-        old = self._read_facts()
+        old = self._read_settings()
         plain = json.loads(json.dumps(facts))
         changed = next((name for name in plain if name in old and old[name] != plain[name]), None)
         if changed is not None:
@@ -67,9 +67,9 @@ class EvaluationFolder:
             shutil.rmtree(self.path)
             old = {}
         write_json(self.facts, {**old, **facts})
-        return set(self.read())
+        return set(self.read_all_responses())
 
-    def _read_facts(self) -> dict[str, Any]:
+    def _read_settings(self) -> dict[str, Any]:
         try:
             # earlier versions, which do not name them, sampled all ids
             return {NEVER_SAMPLED: "", **read_json(self.facts, dict[str, Any])}
@@ -82,7 +82,7 @@ class EvaluationFolder:
         """The first number that no file of responses has."""
         return 1 + max((int(path.stem) for path in self._files()), default=-1)
 
-    def write(self, number: int, responses: Sequence[JudgedResponse]) -> str:
+    def write_response_file(self, number: int, responses: Sequence[JudgedResponse]) -> str:
         """Add a file of responses; returns its name.
 
         Raises:
@@ -92,7 +92,7 @@ class EvaluationFolder:
         write_responses(path, responses)
         return path.name
 
-    def read(self) -> dict[SampleKey, JudgedResponse]:
+    def read_all_responses(self) -> dict[SampleKey, JudgedResponse]:
         """All responses so far; those of damaged files are generated again, which is warned of."""
         found: dict[SampleKey, JudgedResponse] = {}
         for path in self._files():
@@ -111,15 +111,15 @@ def step_folder(run: RunFolder, step: int) -> Path:
     return run.path / FOLDER / f"step-{step:06d}"
 
 
-def fingerprint_of(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:
+def weights_fingerprint(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:
     """A digest of weights, of any shapes and in any order: of elements spread evenly over each tensor.
 
     Training changes all of them, if only in the last bits.
     """
-    return digest_of_samples({name: sample(tensor) for name, tensor in weights}, tied_head)
+    return digest_of_samples({name: digest_sampled_elements(tensor) for name, tensor in weights}, tied_head)
 
 
-def sample(tensor: Tensor) -> str:
+def digest_sampled_elements(tensor: Tensor) -> str:
     flat = tensor.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu() + 0.0  # so that no zero has a sign
     return hashlib.sha256(some.numpy().tobytes() + str(tuple(tensor.shape)).encode()).hexdigest()

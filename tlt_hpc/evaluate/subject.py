@@ -16,17 +16,17 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.policy_weights import policy_readers
-from tlt_hpc.checkpoint.store import CheckpointStore, chosen_step
+from tlt_hpc.checkpoint.store import CheckpointStore, find_requested_step
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
-from tlt_hpc.data.evaluation_sets import longest_response
-from tlt_hpc.evaluate.folder import digest_of_samples, sample, step_folder
+from tlt_hpc.data.evaluation_sets import longest_response_tokens
+from tlt_hpc.evaluate.folder import digest_of_samples, digest_sampled_elements, step_folder
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import DTYPES, folder_readers
 from tlt_hpc.models.piece import ReadCut, read_and_broadcast_parts
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rewards.scorer import without_form
-from tlt_hpc.storage.folder import RunFolder, no_run
+from tlt_hpc.rewards.scorer import without_reward_parts
+from tlt_hpc.storage.folder import RunFolder, no_run_message
 
 SUFFIX = "-evaluation"
 
@@ -66,7 +66,7 @@ class Subject:
         name = "tiny" if self.place == EMBEDDED_MODEL else Path(self.place).resolve().name
         return Path(config.run.folder) / (config.run.name + SUFFIX) / name
 
-    def log(self, config: Config) -> Path:
+    def log_file(self, config: Config) -> Path:
         """The file that lists finished evaluations, a line each."""
         place = self.run.path if self.run is not None and self.out is None else self.folder(config).parent
         return place / "evaluations.jsonl"
@@ -84,7 +84,7 @@ def find_subject(place: str, step: int | str | None = None, out: Path | None = N
         raise UserError(f"--output {out} is a file, or the folder of a run; give a folder of its own")
     path = Path(place)
     if (path / "config.toml").is_file():
-        return Subject(str(path), RunFolder(path), chosen_step(RunFolder(path), step), out)
+        return Subject(str(path), RunFolder(path), find_requested_step(RunFolder(path), step), out)
     if step is not None:
         raise UserError(f"--step {step}: {place} is no run's folder; leave --step out")
     if place != EMBEDDED_MODEL and not path.exists():
@@ -94,7 +94,7 @@ def find_subject(place: str, step: int | str | None = None, out: Path | None = N
     if place != EMBEDDED_MODEL and not (path / "config.json").is_file():
         raise UserError(
             f"{place}: neither a run's folder (config.toml) nor a model's (config.json); give one of them, or "
-            f"{EMBEDDED_MODEL}; {no_run(path, 'config.toml')}"
+            f"{EMBEDDED_MODEL}; {no_run_message(path, 'config.toml')}"
         )
     return Subject(place, None, None, out)
 
@@ -112,13 +112,15 @@ def evaluation_config(config: Config, subject: Subject) -> Config:
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": path}),
-            "reward": without_form(config.reward),
-            "rollout": config.rollout.model_copy(update={"max_new_tokens": longest_response(config), "top_k": 0}),
+            "reward": without_reward_parts(config.reward),
+            "rollout": config.rollout.model_copy(
+                update={"max_new_tokens": longest_response_tokens(config), "top_k": 0}
+            ),
         }
     )
 
 
-def open_checkpoint(subject: Subject, world: World) -> tuple[Subject, Checkpoint | None]:
+def open_checkpoint_all_ranks(subject: Subject, world: World) -> tuple[Subject, Checkpoint | None]:
     """The checkpoint, found by one rank, and the subject with its step; None for a model's folder. Collective.
 
     Raises:
@@ -127,13 +129,15 @@ def open_checkpoint(subject: Subject, world: World) -> tuple[Subject, Checkpoint
     if subject.run is None:
         return subject, None
     store = CheckpointStore(subject.run.checkpoints, keep=1)
-    found = world.once(lambda: store.open_newest() if subject.step is None else store.open_step(subject.step))
+    found = world.run_first_and_broadcast(
+        lambda: store.open_newest() if subject.step is None else store.open_step(subject.step)
+    )
     if found is None:
         raise UserError(f"{subject.run.path} has no checkpoint yet; train on until it has saved one")
     return replace(subject, step=found.step), found
 
 
-def load_weights(
+def load_weights_all_ranks(
     decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, config: Config, world: World
 ) -> str:
     """Have the decoder read its part of each of the policy's weights; returns their fingerprint. Collective.
@@ -151,7 +155,7 @@ def load_weights(
 
     def read_parts_and_keep_samples() -> Iterator[tuple[str, Tensor]]:
         for number, (name, read) in enumerate(
-            read_and_broadcast_parts(world.node_group, _readers(subject, checkpoint, model))
+            read_and_broadcast_parts(world.node_group, _weight_readers(subject, checkpoint, model))
         ):
             cut = cuts.get(name)  # None: the decoder refuses it, or has it in the embedding
             if cut is None or number % world.size != world.rank:
@@ -159,11 +163,11 @@ def load_weights(
             else:
                 whole = read(None).to(dtype)
                 cut.check(name, whole.shape)
-                samples[name] = sample(whole)
+                samples[name] = digest_sampled_elements(whole)
                 yield name, whole[cut.slices]
 
     try:
-        decoder.load(read_parts_and_keep_samples(), 0, are_cut=True)
+        decoder.load_weights(read_parts_and_keep_samples(), 0, are_cut=True)
     except UserError:  # files that cannot be read, whatever they hold
         raise
     except ValueError as error:
@@ -171,7 +175,7 @@ def load_weights(
     return digest_of_samples(ChainMap(*world.allgather(samples)), decoder.shape.tied_head)
 
 
-def _readers(subject: Subject, checkpoint: Checkpoint | None, model: str) -> Iterator[tuple[str, ReadCut]]:
+def _weight_readers(subject: Subject, checkpoint: Checkpoint | None, model: str) -> Iterator[tuple[str, ReadCut]]:
     """The policy's weights under their Hugging Face names, each to be read before the next is asked for."""
     if checkpoint is None or subject.run is None:
         yield from folder_readers(find_model(subject.place))

@@ -17,13 +17,13 @@ from tokenizers import Tokenizer
 
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.evaluate.exam import Exam
-from tlt_hpc.evaluate.figures import RIGHT, PromptAnswers, SetFigures, figures_of, is_right, metrics_of
+from tlt_hpc.evaluate.metrics import RIGHT, PromptAnswers, SetFigures, data_set_figures, is_right, metrics_of
 from tlt_hpc.rewards.answer import Answer
-from tlt_hpc.rewards.final_answer import answer_in, ending_box, find_answer
+from tlt_hpc.rewards.final_answer import extract_mathematics, final_box_content, find_answer
 from tlt_hpc.rewards.judge import SAME_MATH
 from tlt_hpc.rewards.scorer import Judge
-from tlt_hpc.rewards.text import are_near, letter_of, number_of
-from tlt_hpc.run.session import text_of
+from tlt_hpc.rewards.text import are_near, letter_of_response, number_of_response
+from tlt_hpc.run.session import decode_response_text
 from tlt_hpc.storage.rollout_log import JudgedResponse
 
 Compare = Callable[[Sequence[str], str], Sequence[bool | None]]
@@ -49,7 +49,7 @@ class Results:
         return {name: value for metrics in found for name, value in metrics.items()}
 
 
-def tally(
+def aggregate_responses(
     exam: Exam, responses: Mapping[SampleKey, JudgedResponse], tokenizer: Tokenizer, ks: Sequence[int]
 ) -> Results:
     """The figures of the exam's responses, all of which are there.
@@ -62,8 +62,8 @@ def tally(
     mixed = {each.name for each in exam.sets if len({prompt.source for prompt in each.prompts}) > 1}
     for each in exam.wanted:
         own = [responses[request.key] for request in each.requests]
-        texts = [text_of(tokenizer, response.tokens) for response in own]
-        votes = votes_of(exam.judge, exam.judge.kind_of(each.prompt), texts, list(map(is_right, own)))
+        texts = [decode_response_text(tokenizer, response.tokens) for response in own]
+        votes = votes_by_answer(exam.judge, exam.judge.kind_of(each.prompt), texts, list(map(is_right, own)))
         failures.update(r.failure for r in own if r.failure and exam.judge.leaves_unjudged(each.prompt, r.failure))
         name, answers = each.of_set.name, PromptAnswers(own, votes)
         groups.setdefault(name, []).append(answers)
@@ -72,7 +72,7 @@ def tally(
     everything = [responses[request.key] for each in exam.wanted for request in each.requests]
     num_tokens = sum(len(response.tokens) for response in everything)
     return Results(
-        figures={name: figures_of(prompts, ks) for name, prompts in groups.items()},
+        figures={name: data_set_figures(prompts, ks) for name, prompts in groups.items()},
         num_responses=len(everything),
         num_tokens=num_tokens,
         accept_length=num_tokens / max(1, sum(response.num_target_passes for response in everything)),
@@ -80,19 +80,19 @@ def tally(
     )
 
 
-def votes_of(judge: Judge, kind: str, texts: Sequence[str], rights: Sequence[bool]) -> list[int | None] | None:
+def votes_by_answer(judge: Judge, kind: str, texts: Sequence[str], rights: Sequence[bool]) -> list[int | None] | None:
     """The answer of each response to a prompt, by number, None if it gives none; None as a whole if undecidable."""
     if kind not in _COMPARE:
         return None
     compare = partial(_COMPARE[kind], judge)
     wrong = {text for text, is_right in zip(texts, rights, strict=True) if not is_right}
-    answers = {text: answer for text in wrong if (answer := answer_of(kind, text)) is not None}
-    numbers = number_answers(set(answers.values()), compare)
+    answers = {text: answer for text in wrong if (answer := extract_answer(kind, text)) is not None}
+    numbers = group_equal_answers(set(answers.values()), compare)
     votes = {text: numbers.get(answer) for text, answer in answers.items()}
     return [RIGHT if is_right else votes.get(text) for text, is_right in zip(texts, rights, strict=True)]
 
 
-def number_answers(answers: set[str], compare: Compare) -> dict[str, int]:
+def group_equal_answers(answers: set[str], compare: Compare) -> dict[str, int]:
     """Numbers from 1, the same for answers that are equal to the first of theirs; unreadable ones have none."""
     left, numbers, number = sorted(answers), dict[str, int](), RIGHT
     while left:
@@ -105,18 +105,18 @@ def number_answers(answers: set[str], compare: Compare) -> dict[str, int]:
     return numbers
 
 
-def answer_of(kind: str, text: str) -> str | None:
+def extract_answer(kind: str, text: str) -> str | None:
     """The answer that a response gives; None if it gives none. Mathematics is left to be parsed, in a box."""
     if kind == "boxed":
-        return ending_box(text)
+        return final_box_content(text)
     if kind == "numeric":
-        number = number_of(text)
+        number = number_of_response(text)
         # in hexadecimal, since Python writes no decimal of more than 4300 digits, and 1e999 may follow 4000 of them
         return None if number is None else f"{number.numerator:x}/{number.denominator:x}"
     if kind == "choice":
-        return letter_of(text)
+        return letter_of_response(text)
     found = find_answer(text)
-    answer = answer_in(found) if found else ""
+    answer = extract_mathematics(found) if found else ""
     return f"\\boxed{{{answer}}}" if answer else None
 
 
@@ -129,7 +129,7 @@ def _are_near(judge: Judge, answers: Sequence[str], other: str) -> list[bool | N
 
 
 def _fraction(answer: str) -> Fraction:
-    """The number that ``answer_of`` has written."""
+    """The number that ``extract_answer`` has written."""
     return Fraction(*(int(part, 16) for part in answer.split("/")))
 
 
@@ -137,7 +137,7 @@ def _ask_server_same_math(judge: Judge, answers: Sequence[str], other: str) -> l
     """By the server of rewards."""
     assert judge.client is not None, "answers of mathematics have a server"
     numbers = [judge.client.submit(Answer(SAME_MATH, "", answer, other)) for answer in answers]
-    verdicts = judge.client.wait(numbers)
+    verdicts = judge.client.wait_for_verdicts(numbers)
     return [None if verdicts[n].failure else verdicts[n].reward >= 1.0 for n in numbers]
 
 

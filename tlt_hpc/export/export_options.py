@@ -15,10 +15,10 @@ def add_policy_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("place", metavar="RUN", help="a run's folder")
     command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default bfloat16)")
     command.add_argument("--adapter", action="store_true", help="write the adapters of lora.rank alone, for peft")
-    add_common(command, "policy")
+    add_common_options(command, "policy")
 
 
-def add_step(command: argparse.ArgumentParser, words: str) -> None:
+def add_step_option(command: argparse.ArgumentParser, words: str) -> None:
     """Add the option of the commands that read a checkpoint of a run."""
     command.add_argument("--step", type=number_or_best, metavar="N", help=f"{words}, or best: of the best evaluation")
 
@@ -34,14 +34,14 @@ def number_or_best(text: str) -> int | str:
     return text if text == "best" else int(text)
 
 
-def add_common(command: argparse.ArgumentParser, name: str) -> None:
+def add_common_options(command: argparse.ArgumentParser, name: str) -> None:
     """Add the options that both exports have; ``name``: of the folder that is written."""
     command.add_argument("--output", type=Path, metavar="FOLDER", help=f"where to write it (default RUN/export/{name})")
-    add_step(command, "take the checkpoint of this step (default: the newest)")
+    add_step_option(command, "take the checkpoint of this step (default: the newest)")
     command.add_argument("--model", metavar="FOLDER", help="the model, if RUN does not name it or it has moved")
 
 
-def output_of(options: argparse.Namespace, name: str) -> Path:
+def output_folder(options: argparse.Namespace, name: str) -> Path:
     """The folder that an export called ``name`` is written to.
 
     Raises:

@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.common.printable import printable
-from tlt_hpc.common.words import count
+from tlt_hpc.common.formatting import format_count
+from tlt_hpc.common.printable import escape_control_characters
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.data.files import known_by_output
 from tlt_hpc.export.writer import CARD, MARK
 from tlt_hpc.look.columns import COLUMNS, SCORE
 from tlt_hpc.look.cost import cost_of
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.series import change_of, other_settings, series_of, speed_of
+from tlt_hpc.look.series import change_of, compared_series, differing_settings, speed_of
 from tlt_hpc.models.tokenizer import hub_name
 
 _UNKNOWN = "ORG/NAME"
@@ -45,16 +45,16 @@ def policy_card(config: Config, log: RunLog | None, model: Path, output: Path, n
         "base model": config.model.path,
         "data": config.data.source_name,
         "algorithm": f"{algorithm.name} ({recipe})",
-        "steps": f"{num_steps:,}, each of {count(config.samples_per_step, 'response')}",
-        **(dict(_figures(log)) if log else {}),
+        "steps": f"{num_steps:,}, each of {format_count(config.samples_per_step, 'response')}",
+        **(dict(_training_table_rows(log)) if log else {}),
     }
-    table = "\n".join(f"| {name} | {escaped(value)} |" for name, value in rows.items())
+    table = "\n".join(f"| {name} | {escape_markdown(value)} |" for name, value in rows.items())
     place = json.dumps(str(output))
     data = front_matter(config, model)
     lacking = [name for name, value in (("base_model", data.base_model), ("license", data.license)) if not value]
     note = f"\nNot known here, and to be added before this is published: {', '.join(lacking)}.\n" if lacking else ""
     return (
-        f"---\n{data}\n---\n\n{MARK}-policy -->\n\n# {escaped(config.run.name)}\n\n"
+        f"---\n{data}\n---\n\n{MARK}-policy -->\n\n# {escape_markdown(config.run.name)}\n\n"
         f"A policy trained with reinforcement learning.\n{note}\n| | |\n|---|---|\n{table}\n\n```python\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"model = AutoModelForCausalLM.from_pretrained({place})\ntokenizer = AutoTokenizer.from_pretrained({place})\n"
@@ -79,9 +79,9 @@ def front_matter(config: Config, model: Path) -> Any:
     )
 
 
-def escaped(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Text as one line of Markdown that shows it as it is, in a cell of a table too."""
-    return re.sub(r"([\\`*_{}\[\]<>|#~$&!])", r"\\\1", " ".join(printable(text).split()))
+    return re.sub(r"([\\`*_{}\[\]<>|#~$&!])", r"\\\1", " ".join(escape_control_characters(text).split()))
 
 
 def _license_of(model: Path) -> str | None:
@@ -94,18 +94,18 @@ def _license_of(model: Path) -> str | None:
     return found[1] if found else None
 
 
-def _figures(log: RunLog) -> Iterator[tuple[str, str]]:
+def _training_table_rows(log: RunLog) -> Iterator[tuple[str, str]]:
     """Rows of the table that are known from the steps and starts."""
     if change := change_of(log.metric(COLUMNS[SCORE].metric)):
         steps = "step" if change.quarter == 1 else f"{change.quarter} steps"
         yield "score", f"{change.first:.3f} to {change.last:.3f} (means of the first and last {steps})"
     if cost := cost_of(log):
         yield "response tokens", f"{cost.tokens:,}"
-        yield "cost", f"{cost.number} {cost.words}"
+        yield "cost", f"{cost.hours_text} {cost.unit_and_rate_text}"
     if speed := _speed_up(log):
         yield "speed-up by speculation", speed
-    if log.starts:
-        start = log.starts[-1]
+    if log.environments_of_starts:
+        start = log.environments_of_starts[-1]
         versions = {"tlt_hpc": start.version, **{name: start.packages.get(name, "") for name in _PACKAGES}}
         yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
 
@@ -116,8 +116,12 @@ def _speed_up(log: RunLog) -> str | None:
         plain = RunLog(log.folder.path.resolve().parent / "plain")
     except UserError:
         return None
-    if plain.mode != "plain" or log.mode in ("plain", "") or other_settings(plain.config, log.config):
+    if (
+        plain.speculation_mode != "plain"
+        or log.speculation_mode in ("plain", "")
+        or differing_settings(plain.config, log.config)
+    ):
         return None
-    if (speed := speed_of(series_of(plain, plain.name), series_of(log, log.name))) is None:
+    if (speed := speed_of(compared_series(plain, plain.name), compared_series(log, log.name))) is None:
         return None
-    return f"{speed.rollout:.2f} times as fast in rollouts (median of {count(len(speed.steps), 'step')})"
+    return f"{speed.rollout:.2f} times as fast in rollouts (median of {format_count(len(speed.steps), 'step')})"

@@ -19,13 +19,13 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
 from tlt_hpc.checkpoint.policy_weights import PolicyWeights, open_policy
-from tlt_hpc.checkpoint.store import chosen_step
+from tlt_hpc.checkpoint.store import find_requested_step
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.common.records import ChatFormat
-from tlt_hpc.common.words import count
 from tlt_hpc.config import ConfigError, DataSection, UserError, load_saved_config
 from tlt_hpc.data.chat import read_template
-from tlt_hpc.export.export_options import output_of
-from tlt_hpc.export.model_card import escaped, policy_card
+from tlt_hpc.export.export_options import output_folder
+from tlt_hpc.export.model_card import escape_markdown, policy_card
 from tlt_hpc.export.writer import CARD, CONFIG, MARK, check_output, checkpoint_at, write_folder
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.models.folder import DTYPES
@@ -34,7 +34,7 @@ from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.models.weight_check import check_sizes, check_weights
 from tlt_hpc.models.weight_files import ADAPTER, ADAPTER_CONFIG
-from tlt_hpc.storage.folder import RunFolder, no_run
+from tlt_hpc.storage.folder import RunFolder, no_run_message
 
 SHARD_BYTES = 5_000_000_000
 """Maximum size of one file of weights, as in transformers."""
@@ -54,21 +54,23 @@ def run(options: argparse.Namespace) -> None:
     """
     folder = RunFolder(Path(options.place))
     if not folder.config.is_file():
-        raise UserError(no_run(folder.path, "config.toml"))
+        raise UserError(no_run_message(folder.path, "config.toml"))
     config = load_saved_config(folder.config)
-    options.step = chosen_step(folder, options.step)
+    options.step = find_requested_step(folder, options.step)
     checkpoint = checkpoint_at(folder, options.step)
     if checkpoint is None:
         raise UserError(f"{options.place} has no checkpoint yet; train on until it has saved one")
     if options.adapter:
-        export_adapter(options, PolicyWeights(checkpoint, config, base_of(options.model or config.model.path)))
+        export_adapter(
+            options, PolicyWeights(checkpoint, config, adapter_base_folder(options.model or config.model.path))
+        )
         return
     model = find_model(options.model or config.model.path)
     policy = open_policy(folder, config, checkpoint, model)
     check_model(policy)
-    companions, template = companions_of(model), own_template(config.data)
+    companions, template = companion_files(model), own_template(config.data)
     ours = {CONFIG, CARD, _INDEX, _TEMPLATE, *(path.name for path in companions)}
-    output = output_of(options, "policy")
+    output = output_folder(options, "policy")
     check_output(output, lambda name: name in ours or name.endswith(".safetensors"))
 
     def fill(part: Path) -> Iterator[Path]:
@@ -87,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
         yield from (part / CONFIG, part / CARD)
 
     num_parameters = sum(math.prod(shape) for shape in policy.shapes.values())
-    steps = count(checkpoint.step, "step")
+    steps = format_count(checkpoint.step, "step")
     what = f"the policy after {steps}, {num_parameters / 1e6:,.1f} M parameters in {options.dtype}"
     print(f"writing {output}", flush=True)  # of a large model it takes minutes
     write_folder(output, fill)
@@ -95,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"next: vllm serve {shlex.quote(str(output))}\n  or: AutoModelForCausalLM.from_pretrained({str(output)!r})")
 
 
-def base_of(place: str) -> Path:
+def adapter_base_folder(place: str) -> Path:
     """The folder that adapters belong to, which may have moved: it is only named."""
     try:
         return find_model(place).absolute()
@@ -116,7 +118,8 @@ def check_model(policy: PolicyWeights) -> None:
         check_sizes(policy.shapes, shape, str(policy.checkpoint.folder))
     except UserError as error:
         raise UserError(
-            f"{error.fact} (by {policy.model / CONFIG})", "give --model the folder that the run began with"
+            f"{error.message_without_remedy} (by {policy.model / CONFIG})",
+            "give --model the folder that the run began with",
         ) from None
 
 
@@ -132,8 +135,8 @@ def write_weights(folder: Path, policy: PolicyWeights, dtype: torch.dtype) -> It
         max_shard_size=SHARD_BYTES,
     )
     for file, names in shards.filename_to_tensors.items():
-        with policy.reading() as read:
-            tensors = {name: rounded(name, read(name), dtype) for name in names}
+        with policy.open_weight_reader() as read:
+            tensors = {name: cast_weight(name, read(name), dtype) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         yield folder / file
     if shards.is_sharded:
@@ -142,7 +145,7 @@ def write_weights(folder: Path, policy: PolicyWeights, dtype: torch.dtype) -> It
         yield folder / _INDEX
 
 
-def rounded(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast_weight(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A weight, of any shape, in the precision of the file.
 
     Raises:
@@ -164,11 +167,11 @@ def own_template(data: DataSection) -> str:
         found = read_template(data, ChatFormat())
     except ConfigError as error:
         remedy = "restore the file, for the policy was trained on prompts in its format"
-        raise UserError(error.fact, remedy) from None
+        raise UserError(error.message_without_remedy, remedy) from None
     return found.text if found else ""
 
 
-def companions_of(model: Path) -> list[Path]:
+def companion_files(model: Path) -> list[Path]:
     """A model folder's files besides weights and configuration: tokenizer, template, generation settings, licence."""
     files = [path for path in sorted(model.iterdir()) if path.is_file() and not path.name.startswith(".")]
     return [
@@ -188,23 +191,23 @@ def export_adapter(options: argparse.Namespace, policy: PolicyWeights) -> None:
     """
     if not policy.config.lora.rank:
         raise UserError(f"{options.place} trains all weights, so there is no adapter; leave --adapter out")
-    output, dtype = output_of(options, "adapter"), DTYPES[options.dtype]
+    output, dtype = output_folder(options, "adapter"), DTYPES[options.dtype]
     check_output(output, {ADAPTER, ADAPTER_CONFIG, CARD}.__contains__)
-    what = f"the adapter after {count(policy.checkpoint.step, 'step')}"
+    what = f"the adapter after {format_count(policy.checkpoint.step, 'step')}"
 
     def fill(part: Path) -> Iterator[Path]:
-        with policy.reading_adapters() as read:
-            tensors = {peft_name(name): rounded(name, read(name), dtype) for name in policy.adapters}
+        with policy.open_adapter_reader() as read:
+            tensors = {peft_name(name): cast_weight(name, read(name), dtype) for name in policy.trained_shapes}
         save_file(tensors, part / ADAPTER, metadata={"format": "pt"})
-        settings = peft_settings(policy.config.lora, str(policy.model), policy.adapters)
+        settings = peft_settings(policy.config.lora, str(policy.model), policy.trained_shapes)
         (part / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         # by its card a later export knows that it may replace this one
-        words = f"{what} of {escaped(policy.config.run.name)}, for {escaped(str(policy.model))}"
+        words = f"{what} of {escape_markdown(policy.config.run.name)}, for {escape_markdown(str(policy.model))}"
         (part / CARD).write_text(f"{MARK}-adapter -->\n\nLoRA: {words}.\n", encoding="utf-8")
         yield from (part / ADAPTER, part / ADAPTER_CONFIG, part / CARD)
 
     write_folder(output, fill)
-    num_parameters = sum(math.prod(shape) for shape in policy.adapters.values())
+    num_parameters = sum(math.prod(shape) for shape in policy.trained_shapes.values())
     print(f"wrote {output}: {what}, {num_parameters / 1e6:,.1f} M parameters in {options.dtype}")
     print(
         f"next: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({str(policy.model)!r}), {str(output)!r})"

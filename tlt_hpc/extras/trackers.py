@@ -62,7 +62,7 @@ class WeightsAndBiases(Tracker):
         WeightsAndBiases._process = service._proc._process if service.owns_service else None
 
     @staticmethod
-    def abandon() -> None:
+    def limit_exit_delay() -> None:
         """Have the process killed after ``EXIT_SECONDS``."""
         if WeightsAndBiases._process is not None:  # wandb waits for it at the exit, without limit and without a setting
             timer = threading.Timer(EXIT_SECONDS, WeightsAndBiases._process.kill)

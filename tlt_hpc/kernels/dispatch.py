@@ -48,13 +48,14 @@ def forcing_triton() -> Iterator[None]:
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
+def deterministic_operations() -> Iterator[None]:
     """Context, or decorator, in which the same tensors give the same bits on the same device.
 
     It holds for all threads, so for backward passes and what they compute again, and must hold for the forward pass
     already: flash-attn chooses its backward pass there. An operator that has no fixed order raises RuntimeError; with
     warnings in its place flash attention would not be deterministic. On a GPU cuBLAS must have been prepared
-    (``cluster.device.fix_workspaces``). Not for two threads at once: the second to leave restores what the first set.
+    (``cluster.device.set_cublas_workspaces``). Not for two threads at once: the second to leave restores what
+    the first set.
     """
     filling: Any = torch.utils.deterministic
     # of the two public switches the one that does not import the compiler, which takes seconds

@@ -102,7 +102,7 @@ class GraphPool:
         captured.replay()
         return captured.outputs
 
-    def run(
+    def capture_once_and_replay(
         self, key: Hashable, function: Function, inputs: Sequence[Tensor], state: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
         """Replay ``key``, captured on its first use; inputs and outputs are of the shapes of that first call."""

@@ -70,7 +70,7 @@ def gumbel_noise(words: Tensor, positions: Tensor, columns: int | Tensor) -> Ten
 
     if isinstance(columns, int):
         return gumbel.gumbel_noise(words, positions.contiguous(), columns)
-    return gumbel.gumbel_noise_of(words, positions.contiguous(), columns.contiguous())
+    return gumbel.gumbel_noise_of_columns(words, positions.contiguous(), columns.contiguous())
 
 
 def gumbel_argmax_reference(

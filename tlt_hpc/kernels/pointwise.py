@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return rms_norm_reference(x, weight, epsilon)
     from tlt_hpc.kernels.programs import pointwise
 
-    return pointwise.rms_norm(_rows(x), weight, epsilon).view(x.shape)
+    return pointwise.rms_norm(_as_contiguous_rows(x), weight, epsilon).view(x.shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
         return add_rms_norm_reference(x, residual, weight, epsilon)
     from tlt_hpc.kernels.programs import pointwise
 
-    return pointwise.add_rms_norm(_rows(x), residual.contiguous(), weight, epsilon)
+    return pointwise.add_rms_norm(_as_contiguous_rows(x), residual.contiguous(), weight, epsilon)
 
 
 def gate_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -47,7 +47,7 @@ def gate_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
 
 def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """``rms_norm`` in plain PyTorch: x [..., H], weight [H] -> [..., H]."""
-    return F.rms_norm(_wide(x), (x.shape[-1],), _wide(weight), epsilon).to(x.dtype)
+    return F.rms_norm(_at_least_float32(x), (x.shape[-1],), _at_least_float32(weight), epsilon).to(x.dtype)
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -61,15 +61,15 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, epsilon:
 
 def gate_mul_reference(gate_up: Tensor, activation: str = "silu") -> Tensor:
     """``gate_mul`` in plain PyTorch: gate_up [T, 2I] -> [T, I]."""
-    gate, up = _wide(gate_up).chunk(2, -1)
+    gate, up = _at_least_float32(gate_up).chunk(2, -1)
     return ((F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up).to(gate_up.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _rows(x: Tensor) -> Tensor:
+def _as_contiguous_rows(x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 

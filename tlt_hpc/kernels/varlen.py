@@ -47,7 +47,7 @@ def varlen_attention(
 
     ``window``: how many positions a query sees, its own included; 0: all before it.
     Source: FlashAttention 2 (Dao, 2307.08691). Its backward pass adds in no fixed order outside of
-    ``kernels.deterministic``.
+    ``kernels.deterministic_operations``.
     """
     assert sum(lengths) == len(query) and min(lengths) > 0, f"documents of {lengths} tokens in a batch of {len(query)}"
     ends, longest = cumulative_lengths(lengths, query.device), max(lengths)

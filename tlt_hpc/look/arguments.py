@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tlt_hpc.plan.plan_options import at_least_one
+from tlt_hpc.plan.plan_options import parse_positive_integer
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,7 @@ def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
     add("run", type=Path, metavar="RUN", help="the run's folder, e.g. runs/tiny")
     add("--once", action="store_true", help="print it once, after two looks, and end")
     words = "print N responses of the newest step instead, drafted tokens coloured"
-    add("--sample", type=at_least_one, metavar="N", help=words)
+    add("--sample", type=parse_positive_integer, metavar="N", help=words)
 
 
 def add_runs_arguments(parser: argparse.ArgumentParser) -> None:

@@ -49,10 +49,10 @@ STEP_TABLE = {
 def step_cells(line: Mapping[str, Any]) -> tuple[str, ...]:
     """A step's row of the progress table, empty where a value is missing."""
     columns = [COLUMNS[name] for name in STEP_TABLE.values()]
-    cells = [_figure(line[one.metric], one.form) if one.metric in line else "" for one in columns]
+    cells = [_format_number(line[one.metric], one.form) if one.metric in line else "" for one in columns]
     return (f"{int(line['training/global_step'])}", *cells)
 
 
-def _figure(value: float, form: str) -> str:
+def _format_number(value: float, form: str) -> str:
     """A formatted number; very large ones in scientific notation."""
     return f"{value:{form}}" if abs(value) < _MANY_DIGITS else f"{value:.1g}"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import tlt_hpc
 from tlt_hpc.cluster.slurm import job_number
+from tlt_hpc.common.formatting import format_spans
 from tlt_hpc.common.source import installed_version, read_git_commit, source_digest
-from tlt_hpc.common.words import spans_of
 from tlt_hpc.storage.records import Environment, Host
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def processor_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def find_environment(
+def describe_start_environment(
     world: World,
     places: Sequence[RankPlace],
     cuda: str,
@@ -81,14 +81,14 @@ def find_environment(
         python=platform.python_version(),
         packages={name: version for name in _PACKAGES if (version := installed_version(name))},
         cuda=cuda,
-        mpi=world.library.strip("\0 \n"),
+        mpi=world.mpi_version.strip("\0 \n"),
         hosts=hosts_of(places),
         threads=os.environ.get("OMP_NUM_THREADS", ""),
         slurm=({"job": job} if (job := job_number(os.environ)) else {})
         | {name: os.environ[variable] for name, variable in _SLURM.items() if variable in os.environ},
         command=tuple(sys.orig_argv),
         placement=world.placement,
-        never_sampled=", ".join(spans_of(never_sampled)),
+        never_sampled=", ".join(format_spans(never_sampled)),
     )
 
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.cluster.watch.rank_progress import BEAT, Phase
+from tlt_hpc.common.formatting import FIRST_STEP
 from tlt_hpc.common.records import FinishReason, RolloutTiming
-from tlt_hpc.common.words import FIRST_STEP
 from tlt_hpc.drafting.merge import MergeReport
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.answer import PART, WITH_PARTS
@@ -51,7 +51,7 @@ class RankPart(NamedTuple):
     """Metrics of the rank, to be summed over the ranks."""
 
 
-def part_of(record: StepRecord) -> RankPart:
+def extract_rank_part(record: StepRecord) -> RankPart:
     """Extract the part of this rank's record."""
     timings, rollouts, micro_steps = (record.timing, *record.refills), record.rollouts, record.micro_steps
     own = {
@@ -77,7 +77,7 @@ def gather_step_metrics(
 
     Seconds of phases are this rank's; idle and harvested rank-seconds are sums over the ranks.
     """
-    ranks = world.allgather(part_of(record))
+    ranks = world.allgather(extract_rank_part(record))
     lengths = np.concatenate([rank.lengths for rank in ranks])
     scores = np.concatenate([rank.rewards for rank in ranks])
     rollouts = list(zip(*(rank.timings for rank in ranks), strict=True))  # each one's times, of all ranks
@@ -87,9 +87,9 @@ def gather_step_metrics(
     generated = tokens - own[KEPT_TOKENS]
     metrics = {
         STEP: float(record.step + FIRST_STEP),
-        **_spread("critic/score", scores),
-        **_spread("critic/rewards", update.rewards),
-        **_spread("critic/advantages", update.advantages),
+        **_mean_max_min("critic/score", scores),
+        **_mean_max_min("critic/rewards", update.rewards),
+        **_mean_max_min("critic/advantages", update.advantages),
         "actor/reward_kl_penalty": update.reward_kl,
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
@@ -104,9 +104,9 @@ def gather_step_metrics(
         "drafter/spec_decode/mean_acceptance_length": tokens / own.pop(_PASSES),
         "drafter/loss": float(np.mean(losses)) if losses else 0.0,
         "drafter/version": float(merge.num_steps) if merge else 0.0,
-        "rollout/seconds": sum(_released(times) - min(t.start_seconds for t in times) for times in rollouts),
+        "rollout/seconds": sum(_last_release_time(times) - min(t.start_seconds for t in times) for times in rollouts),
         "rollout/stop_latency_seconds": max(
-            _released(times) - max(t.last_token_seconds for t in times) for times in rollouts
+            _last_release_time(times) - max(t.last_token_seconds for t in times) for times in rollouts
         ),
         "rollout/refills": len(rollouts) - 1.0,
         "rollout/samples": float(len(lengths)),
@@ -129,7 +129,7 @@ def gather_step_metrics(
     return metrics
 
 
-def _released(times: Sequence[RolloutTiming]) -> float:
+def _last_release_time(times: Sequence[RolloutTiming]) -> float:
     """The time at which the last rank left a rollout."""
     return max(timing.release_seconds for timing in times)
 
@@ -139,7 +139,7 @@ def mean_of(values: NDArray[np.float32]) -> float:
     return float(values.astype(np.float64).mean())
 
 
-def _spread(name: str, values: NDArray[np.float32]) -> dict[str, float]:
+def _mean_max_min(name: str, values: NDArray[np.float32]) -> dict[str, float]:
     parts = (("mean", mean_of(values)), ("max", float(values.max())), ("min", float(values.min())))
     return {f"{name}/{part}": value for part, value in parts}
 
@@ -171,14 +171,14 @@ class PhaseTimer:
         """Time a block as ``phase``, one of ``WATCHED``."""
         start, cpu_start = time.perf_counter(), time.process_time()
         try:
-            with self.between_steps(phase), BEAT.in_phase(WATCHED[phase]):
+            with self.recording_span(phase), BEAT.in_phase(WATCHED[phase]):
                 yield
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
             self._cpu_seconds[phase] = self._cpu_seconds.get(phase, 0.0) + time.process_time() - cpu_start
 
     @contextmanager
-    def between_steps(self, phase: str) -> Iterator[None]:
+    def recording_span(self, phase: str) -> Iterator[None]:
         """Record a block that is not part of a step's seconds, such as a save."""
         start = time.time()
         try:
@@ -191,7 +191,7 @@ class PhaseTimer:
         taken, self._spans = self._spans, []
         return taken
 
-    def take(self) -> dict[str, float]:
+    def take_phase_seconds(self) -> dict[str, float]:
         """Seconds by phase since the last call, and their sum as ``step``; resets them."""
         taken, self._seconds = self._seconds, {}
         return {**taken, "step": sum(taken.values())}

@@ -24,12 +24,12 @@ from tlt_hpc.common.files import (
     read_last_lines,
     read_toml,
 )
-from tlt_hpc.look.words import first_few
-from tlt_hpc.storage.folder import RunFolder, no_run, rank_of
+from tlt_hpc.look.text_format import format_first_few
+from tlt_hpc.storage.folder import RunFolder, no_run_message, rank_of
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.records import Environment, FinishedRecord, read_environments, read_finished
 from tlt_hpc.storage.rollout_log import StepRecord, StepSummary, read_step, read_summary
-from tlt_hpc.storage.step_lines import Line, StepLines, check_counting, parse_lines
+from tlt_hpc.storage.step_lines import Line, StepLines, check_step_numbering, parse_lines
 
 RankFile = TypeVar("RankFile", StepRecord, StepSummary)
 
@@ -53,7 +53,7 @@ class RunLog:
         self._last, self._tail_bytes, self._until = last, tail_bytes, until
         self._problems: dict[str, None] = {}
         if not self.folder.rollouts.is_dir() and not self.folder.metrics.is_file():
-            raise UserError(no_run(path))
+            raise UserError(no_run_message(path))
         if self.step_lines.faults and not self.step_lines.numbered and not self.logged_steps:
             raise UserError(f"{path} is no run's folder: no line of its metrics.jsonl is one that a run writes")
 
@@ -67,7 +67,7 @@ class RunLog:
         """One line for each thing that could not be read so far."""
         return tuple(self._problems)
 
-    def note(self, problem: str) -> None:
+    def add_problem(self, problem: str) -> None:
         """Add a problem, once."""
         self._problems[problem] = None
 
@@ -77,7 +77,7 @@ class RunLog:
         try:
             steps = self.folder.rollout_steps()
         except OSError as error:
-            self.note(os_error_text(error))
+            self.add_problem(os_error_text(error))
             return ()
         if self._last and self.lines:
             steps = [step for step in steps if step >= min(self.lines)]
@@ -95,7 +95,9 @@ class RunLog:
             return self.logged_steps
         left = [step for step in self.logged_steps if step not in self.lines]
         if left:
-            self.note(f"not committed, and left out: the logs of step {first_few([step + 1 for step in left])}")
+            self.add_problem(
+                f"not committed, and left out: the logs of step {format_first_few([step + 1 for step in left])}"
+            )
         return tuple(step for step in self.logged_steps if step in self.lines)
 
     def files(self, step: int) -> dict[int, Path]:
@@ -103,7 +105,7 @@ class RunLog:
         try:
             return {rank_of(path): path for path in self.folder.rollout_logs(step)}
         except OSError as error:
-            self.note(os_error_text(error))
+            self.add_problem(os_error_text(error))
             return {}
 
     @cached_property
@@ -112,17 +114,17 @@ class RunLog:
         path, tail = self.folder.metrics, self._tail_bytes
         try:
             with open_regular(path) as file:
-                check_counting(path, file.readline(DOCUMENT_BYTES))
+                check_step_numbering(path, file.readline(DOCUMENT_BYTES))
             found = parse_lines(read_last_lines(path, tail) if tail else read_bytes(path, LINES_BYTES))
         except FileNotFoundError:  # no step is committed yet
             return StepLines((), (), None)
         except OSError as error:
-            self.note(os_error_text(error))
+            self.add_problem(os_error_text(error))
             return StepLines((), (), None)
         faults = [(number, f"is no line that a run writes ({why})") for number, why in found.faults]
         for number, fault in [*faults, (found.torn[0], "is cut off")] if found.torn else faults:
             place = f"a line at the end of {path}" if tail else f"{path}:{number}"
-            self.note(f"{place} {fault}, and is left out")
+            self.add_problem(f"{place} {fault}, and is left out")
         return found
 
     @cached_property
@@ -132,7 +134,7 @@ class RunLog:
         return dict(ordered[-self._last if self._last else 0 :])
 
     @cached_property
-    def dropped(self) -> tuple[Line, ...]:
+    def dropped_lines(self) -> tuple[Line, ...]:
         """The lines of steps that were taken back and generated again."""
         found = list[Line]()
         path = self.folder.metrics
@@ -140,7 +142,7 @@ class RunLog:
             try:
                 lines = parse_lines(read_bytes(each, LINES_BYTES))
             except OSError as error:
-                self.note(os_error_text(error))
+                self.add_problem(os_error_text(error))
                 continue
             found += [line for _, step, line in lines.numbered if self._covers(step)]
         return tuple(found)
@@ -164,9 +166,9 @@ class RunLog:
         try:
             return read_toml(self.folder.config)
         except OSError as error:
-            self.note(os_error_text(error))
+            self.add_problem(os_error_text(error))
         except DamagedText as error:
-            self.note(f"{self.folder.config}: {error}")
+            self.add_problem(f"{self.folder.config}: {error}")
         return {}
 
     def setting(self, section: str, name: str) -> Any:
@@ -174,13 +176,13 @@ class RunLog:
         table = self.config.get(section)
         return table.get(name) if isinstance(table, dict) else None
 
-    def whole_setting(self, section: str, name: str) -> int:
+    def config_int(self, section: str, name: str) -> int:
         """A whole number of the configuration; 0 if it is missing or of another type."""
         value = self.setting(section, name)
         return value if isinstance(value, int) and value > 0 else 0
 
     @property
-    def mode(self) -> str:
+    def speculation_mode(self) -> str:
         """``plain``, ``ngram`` or ``full``; empty if unknown."""
         return str(self.setting("speculation", "mode") or "")
 
@@ -201,39 +203,39 @@ class RunLog:
         return float(values[np.isfinite(values)].sum())
 
     @cached_property
-    def starts(self) -> tuple[Environment, ...]:
+    def environments_of_starts(self) -> tuple[Environment, ...]:
         """The environment of each start of the run, oldest first."""
         found, problems = read_environments(self.folder.environment)
         for problem in problems:
-            self.note(problem)
+            self.add_problem(problem)
         return tuple(found)
 
     @cached_property
-    def finished(self) -> FinishedRecord | None:
+    def finished_record(self) -> FinishedRecord | None:
         """The content of finished.json; None if the run has not finished, or the file is damaged."""
         try:
             return read_finished(self.folder.finished)
         except UserError as error:
-            self.note(str(error))
+            self.add_problem(str(error))
             return None
 
-    def ranks(self, step: int) -> list[StepSummary]:
+    def read_rank_summaries(self, step: int) -> list[StepSummary]:
         """Summaries of a step, one for each readable log, ascending."""
         return self._read(step, read_summary)
 
-    def replica_heads(self, ranks: Sequence[StepSummary]) -> list[StepSummary]:
+    def first_ranks_of_replicas(self, ranks: Sequence[StepSummary]) -> list[StepSummary]:
         """The first rank of each tensor-parallel replica: the others ran the same rounds, which count once."""
-        size = self.whole_setting("rollout", "tensor_parallel") or 1
+        size = self.config_int("rollout", "tensor_parallel") or 1
         return [rank for rank in ranks if rank.rank % size == 0]
 
-    def records(self, step: int) -> list[StepRecord]:
+    def read_rank_records(self, step: int) -> list[StepRecord]:
         """The whole logs of a step, one for each readable log, ascending."""
         return self._read(step, read_step)
 
     def last_whole_step(self) -> int | None:
         """The last step with the logs of all its ranks; if there is none, the last step with any."""
         for step in reversed(self.steps):
-            ranks = self.ranks(step)
+            ranks = self.read_rank_summaries(step)
             if ranks and len(ranks) == ranks[0].num_ranks:
                 return step
         return self.steps[-1] if self.steps else None
@@ -245,8 +247,10 @@ class RunLog:
             try:
                 ranks.append(read(path))
             except (DamagedFile, FileNotFoundError) as error:
-                self.note(str(error))
+                self.add_problem(str(error))
         num_ranks = max((rank.num_ranks for rank in ranks), default=0)
         if missing := sorted(set(range(num_ranks)) - {rank.rank for rank in ranks}):
-            self.note(f"step {step + 1}: no log of rank {first_few(missing)} ({len(missing)} of {num_ranks} ranks)")
+            self.add_problem(
+                f"step {step + 1}: no log of rank {format_first_few(missing)} ({len(missing)} of {num_ranks} ranks)"
+            )
         return ranks

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tlt_hpc.common.words import FIRST_STEP
+from tlt_hpc.common.formatting import FIRST_STEP
 from tlt_hpc.look.columns import COLUMNS, COMPARED
 from tlt_hpc.look.run_log import RunLog
 
@@ -75,7 +75,7 @@ class RunSeries:
         return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
 
 
-def series_of(run: RunLog, name: str) -> RunSeries:
+def compared_series(run: RunLog, name: str) -> RunSeries:
     """A run's metrics as they are compared, under this name."""
     series = {each: run.metric(COLUMNS[each].metric) for each in COMPARED}
     for each in _TIMED:
@@ -84,7 +84,7 @@ def series_of(run: RunLog, name: str) -> RunSeries:
     return RunSeries(name, step_numbers(run.lines), series, num_ranks)
 
 
-def other_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+def differing_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Keys whose values differ between two configurations, except those of speculation and of the run's folder."""
     flat = [
         {f"{section}.{key}": value for section, table in config.items() if isinstance(table, dict)

@@ -49,25 +49,25 @@ class TrackerThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, calls: Sequence[Callable[[], None]]) -> None:
+    def enqueue_calls(self, calls: Sequence[Callable[[], None]]) -> None:
         """Have ``calls`` called in this order, after earlier ones; returns at once."""
-        if self.is_waited_for() and calls:
+        if self.is_active_else_drop() and calls:
             try:
                 self._calls.put_nowait(calls)
             except Full:
-                self.drop(f"is more than {MAX_BEHIND} steps behind")
+                self.warn_and_stop(f"is more than {MAX_BEHIND} steps behind")
 
-    def is_waited_for(self) -> bool:
+    def is_active_else_drop(self) -> bool:
         """True if it may still call something; not if a call takes too long, of which this warns."""
         if time.monotonic() - self._called_at > ANSWER_SECONDS:
-            self.drop(f"has not answered for {ANSWER_SECONDS:.0f} s")
+            self.warn_and_stop(f"has not answered for {ANSWER_SECONDS:.0f} s")
         return not self.is_done
 
     def end(self) -> None:
         """Call nothing more."""
         self.is_done = True
 
-    def drop(self, why: str) -> None:
+    def warn_and_stop(self, why: str) -> None:
         """Warn and call nothing more, if that has not happened yet."""
         with self._dropping:
             if self.is_done:
@@ -85,7 +85,7 @@ class TrackerThread:
                 try:
                     call()
                 except BaseException as error:  # noqa: BLE001 (libraries raise anything; the thread would end unseen)
-                    self.drop(f"failed ({type(error).__name__}: {one_line(error)})")
+                    self.warn_and_stop(f"failed ({type(error).__name__}: {one_line(error)})")
                 if self.is_done:
                     return
             self._called_at = math.inf
@@ -112,7 +112,7 @@ class Tracker(ABC):
         """Do what must be done before MPI starts."""
 
     @staticmethod  # noqa: B027
-    def abandon() -> None:
+    def limit_exit_delay() -> None:
         """Keep the library from delaying the exit of this process by more than ``EXIT_SECONDS``."""
 
     @abstractmethod

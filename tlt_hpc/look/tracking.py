@@ -16,10 +16,10 @@ from collections.abc import Callable, Set
 from functools import partial
 
 from tlt_hpc.common.files import DamagedText, read_json
-from tlt_hpc.common.words import FIRST_STEP
+from tlt_hpc.common.formatting import FIRST_STEP
 from tlt_hpc.config import Config, RunSection
 from tlt_hpc.look.trackers import ANSWER_SECONDS, Figures, Tracker, TrackerThread, tracker_of
-from tlt_hpc.storage.folder import RunFolder, writing_beside
+from tlt_hpc.storage.folder import RunFolder, atomic_write
 from tlt_hpc.storage.step_lines import Line, read_lines
 
 logger = logging.getLogger(__name__)
@@ -58,24 +58,24 @@ class Tracking:
         until = time.monotonic() + (FAILED_FINISH_SECONDS if kind else ANSWER_SECONDS)
         self.close(lambda: until - time.monotonic(), failed=kind is not None)
 
-    def follow(self, num_steps: int) -> None:
+    def send_new_steps(self, num_steps: int) -> None:
         """Give every tracker the steps below ``num_steps`` that it has not had; waits for none of them.
 
         A tracker that fails or does not answer causes a warning and is not used again until the next start.
         """
-        if not self._waiting and not any(worker.is_waited_for() for worker in self._workers.values()):
+        if not self._waiting and not any(worker.is_active_else_drop() for worker in self._workers.values()):
             return
         lines = read_lines(self._folder.metrics, 0 if self._waiting else self._num_queued)
         if self._waiting:
             self._state = self._read_state()
             for name in self._waiting:
                 worker = self._workers[name] = TrackerThread(name)
-                worker.put([partial(self._open, name, worker, lines.keys(), num_steps)])
+                worker.enqueue_calls([partial(self._open, name, worker, lines.keys(), num_steps)])
             self._waiting = []
-        new = [(step, numbers_of(lines[step])) for step in range(self._num_queued, num_steps) if step in lines]
+        new = [(step, numeric_values(lines[step])) for step in range(self._num_queued, num_steps) if step in lines]
         self._num_queued = num_steps
         for name, worker in self._workers.items():
-            worker.put([partial(self._give, name, step, figures) for step, figures in new])
+            worker.enqueue_calls([partial(self._log_step, name, step, figures) for step, figures in new])
 
     def close(self, seconds_left: Callable[[], float], failed: bool = False) -> bool:
         """Close all trackers while there is time left, which may shrink meanwhile; False if one was dropped.
@@ -84,13 +84,13 @@ class Tracking:
         """
         workers, self._workers = self._workers, {}
         for name, worker in workers.items():
-            worker.put([partial(self._close, name, failed), worker.end])
-        while any(worker.is_waited_for() for worker in workers.values()) and seconds_left() > 0:
+            worker.enqueue_calls([partial(self._close, name, failed), worker.end])
+        while any(worker.is_active_else_drop() for worker in workers.values()) and seconds_left() > 0:
             time.sleep(_POLL_SECONDS)
         for name, worker in workers.items():
-            worker.drop("had no time left to end")
+            worker.warn_and_stop("had no time left to end")
             if worker.is_dropped:
-                self._kinds[name].abandon()
+                self._kinds[name].limit_exit_delay()
         return not any(worker.is_dropped for worker in workers.values())
 
     def _open(self, name: str, worker: TrackerThread, steps: Set[int], num_steps: int) -> None:
@@ -104,7 +104,7 @@ class Tracking:
         worker.remedy = tracker.remedy
         self._write_position(name, 0 if tracker.gets_all else given, tracker.run_id)
 
-    def _give(self, name: str, step: int, figures: Figures) -> None:
+    def _log_step(self, name: str, step: int, figures: Figures) -> None:
         if step >= self._given[name]:
             # before it is given: it cannot be replaced, so rather none than two
             self._write_position(name, step + 1, self._trackers[name].run_id)
@@ -120,7 +120,7 @@ class Tracking:
             state = {key: value for key, value in self._state.items() if key not in (name, f"{name}_id")}
             state |= {name: given, f"{name}_id": run_id} if run_id else {}
             if state != self._state:
-                with writing_beside(self._folder.tracking) as part:
+                with atomic_write(self._folder.tracking) as part:
                     part.write_text(json.dumps(state) + "\n", encoding="utf-8")
                 self._state = state
 
@@ -139,7 +139,7 @@ class Tracking:
         return state
 
 
-def numbers_of(line: Line) -> dict[str, float]:
+def numeric_values(line: Line) -> dict[str, float]:
     """The numbers of a step's line."""
     return {name: value for name, value in line.items() if isinstance(value, int | float)}
 

@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.config import UserError
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
-from tlt_hpc.models.linear import InvariantLinear, Linear, Norm, copy_and_pack_parts, exclude
+from tlt_hpc.models.linear import InvariantLinear, Linear, Norm, copy_and_pack_parts, mask_excluded_tokens
 from tlt_hpc.models.mlp import Experts, GatedMlp, Mlp, Stack
-from tlt_hpc.models.piece import LOWER_RATE, Cut, is_finite, not_finite
+from tlt_hpc.models.piece import LOWER_RATE, Cut, is_finite, names_not_finite
 from tlt_hpc.models.rotary import SPARE_POSITIONS, LayerRotaries
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
-from tlt_hpc.models.weight_files import each_expert, is_expert
+from tlt_hpc.models.weight_files import is_fused_expert_name, split_fused_experts
 
 HEAD_ROWS = 2048
 """Of the head, that are in float64 at once: all would take twice the memory of a wide vocabulary's weights."""
@@ -59,7 +59,7 @@ class Decoder:
         """``excluded``: ids whose logits are such that they are never sampled, as ``tokens_without_text`` has them."""
         self._linear = InvariantLinear if is_invariant else Linear
         self.shape, self.dtype, self.device, self.sharding = shape, dtype, device, sharding
-        self.part = sharding.part(shape)
+        self.part = sharding.shape_of_rank(shape)
         """The sizes of what this rank has of the layers."""
         self.version = -1
         """Counts weight loads; -1 before the first."""
@@ -83,10 +83,10 @@ class Decoder:
         return self._head.packed_bytes + sum(layer.packed_bytes for layer in self.layers)
 
     def weight_cuts(self) -> dict[str, Cut]:
-        """The part of each weight that this rank takes, by Hugging Face name: what ``load`` is given if ``are_cut``."""
+        """This rank's part of each weight, by Hugging Face name: what ``load_weights`` is given if ``are_cut``."""
         return {name: slot.cut for name, slot in self._slots()}
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int, are_cut: bool = False) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, are_cut: bool = False) -> None:
         """Copy weights under their Hugging Face names into place; addresses do not change.
 
         Args:
@@ -97,7 +97,7 @@ class Decoder:
         """
         slots, finite = dict(self._slots()), dict[str, Tensor]()
         missing = set(slots)
-        for name, tensor, is_cut in _one_by_one(weights, are_cut):
+        for name, tensor, is_cut in _split_expert_weights(weights, are_cut):
             if name == "lm_head.weight" and self.shape.tied_head:
                 continue
             if name not in slots:
@@ -105,7 +105,7 @@ class Decoder:
                     f"weight {name!r} is not part of a {self.shape.family} decoder of this shape; {TAKE_CONFIG}"
                 )
             cut, target, offset, gain = slots[name]
-            target.copy_((Cut(cut.cut_sizes, ()) if is_cut else cut).take(name, tensor))
+            target.copy_((Cut(cut.cut_sizes, ()) if is_cut else cut).cut_from(name, tensor))
             if offset or gain != 1.0:
                 target.add_(offset).mul_(gain)
             finite[name] = is_finite(target)
@@ -116,16 +116,16 @@ class Decoder:
                 f"weights lack {sorted(missing)[0]!r} and {len(missing) - 1} more, which config.json asks for; "
                 f"{TAKE_CONFIG}"
             )
-        if wrong := not_finite(finite):
+        if wrong := names_not_finite(finite):
             raise UserError(
                 f"weight {wrong[0]!r} holds values that are not finite, as {len(wrong)} of {len(finite)} weights do; "
                 f"download the model again or, if this run has trained it, {LOWER_RATE}"
             )
-        self.pack()
+        self.pack_weights()
         self.version = version
 
     @torch.inference_mode()
-    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm: tokens [T], positions [T] -> [T, H]."""
         return self.features(tokens, positions, attend, ())[0]
 
@@ -133,12 +133,12 @@ class Decoder:
     def features(
         self, tokens: Tensor, positions: Tensor, attend: Attend, layers: Collection[int]
     ) -> tuple[Tensor, Tensor]:
-        """``hidden`` [T, H], and the inputs of ``layers``, ascending, joined with it: [T, (1 + len(layers)) H].
+        """``hidden_states`` [T, H], and the inputs of ``layers``, ascending, joined with it: [T, (1 + len(layers)) H].
 
         Args:
             tokens, positions: [T].
         """
-        x, rotaries = self._embed(tokens, self.dtype), self.rotaries.at(positions)
+        x, rotaries = self._embed(tokens, self.dtype), self.rotaries.rows_at_positions(positions)
         hidden, entering = run_layers(x, self.layers, self.final_norm, self.part, rotaries, attend, layers)
         return hidden, torch.cat([*entering, hidden], -1) if entering else hidden
 
@@ -146,7 +146,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits in float32: hidden [..., H] -> [..., V]."""
         flat = self._head.multiply_in_float32(hidden.reshape(-1, hidden.shape[-1])).float()
-        exclude(flat, self._excluded)
+        mask_excluded_tokens(flat, self._excluded)
         return flat if hidden.dim() == 2 else flat.view(*hidden.shape[:-1], -1)
 
     @torch.inference_mode()
@@ -157,21 +157,21 @@ class Decoder:
         needs little memory beside the weights. Ranks that share the layers sum in float64 too: all of them have the
         same bits, and one rank alone would have them but for the last ones of a float64.
         """
-        return self.reference_head(self.reference_hidden(tokens)[-last:])
+        return self.reference_logits_of_hidden(self.reference_hidden(tokens)[-last:])
 
     @torch.inference_mode()
-    def reference_head(self, hidden: Tensor) -> Tensor:
+    def reference_logits_of_hidden(self, hidden: Tensor) -> Tensor:
         """Float64 logits of float64 hidden states [T, H] -> [T, V]."""
         scratch = torch.empty(HEAD_ROWS, self.head.shape[1], dtype=torch.float64, device=self.device)
         parts = torch.split(self.head, HEAD_ROWS)
         logits = torch.cat([F.linear(hidden, scratch[: len(part)].copy_(part)) for part in parts], 1)
-        return exclude(logits, self._excluded)
+        return mask_excluded_tokens(logits, self._excluded)
 
     @torch.inference_mode()
     def reference_hidden(self, tokens: Tensor) -> Tensor:
         """Float64 hidden states after the final norm, as ``reference_logits`` has them: tokens [T] -> [T, H]."""
         positions = torch.arange(len(tokens), device=self.device)
-        rotaries = LayerRotaries(self.part, len(tokens), torch.float64, self.device).at(positions)
+        rotaries = LayerRotaries(self.part, len(tokens), torch.float64, self.device).rows_at_positions(positions)
         attend = attend_documents(None, self.shape.windows)
         x = self._embed(tokens, torch.float64)
         for i, layer in enumerate(self._reference_layers()):
@@ -238,19 +238,19 @@ class Decoder:
             all_reduce=self.sharding.all_reduce if self.sharding.size > 1 else None,
         )
 
-    def pack(self) -> None:
-        """Derive from the weights what the fast paths read; ``load`` does."""
-        self.final_norm.pack()
-        self._head.pack()
+    def pack_weights(self) -> None:
+        """Derive from the weights what the fast paths read; ``load_weights`` does."""
+        self.final_norm.pack_weights()
+        self._head.pack_weights()
         for layer in self.layers:
-            layer.pack()
+            layer.pack_weights()
 
     def _slots(self) -> Iterator[tuple[str, _Slot]]:
         """Where each weight is kept, by its Hugging Face name."""
-        yield "model.embed_tokens.weight", _whole(self.embedding)
+        yield "model.embed_tokens.weight", _uncut_slot(self.embedding)
         yield "model.norm.weight", self._norm_slot(self.final_norm)
         if not self.shape.tied_head:
-            yield "lm_head.weight", _whole(self.head)
+            yield "lm_head.weight", _uncut_slot(self.head)
         for i, layer in enumerate(self.layers):
             for name, slot in (*self._attention_slots(layer), *self._norm_slots(layer), *self._mlp_slots(layer.mlp)):
                 yield f"model.layers.{i}.{name}", slot
@@ -276,7 +276,7 @@ class Decoder:
         sizes = s.hidden_size, s.num_heads * s.head_dim
         yield "self_attn.o_proj.weight", _Slot(Cut(sizes, (slice(None), mixed)), layer.output.weight)
         if layer.output.bias is not None:
-            yield "self_attn.o_proj.bias", _whole(layer.output.bias)
+            yield "self_attn.o_proj.bias", _uncut_slot(layer.output.bias)
 
     def _norm_slots(self, layer: LayerWeights) -> Iterator[tuple[str, _Slot]]:
         assert layer.input_norm is not None, "only a drafter goes without"
@@ -289,27 +289,27 @@ class Decoder:
         yield "post_feedforward_layernorm.weight", self._norm_slot(layer.after_mlp)
 
     def _norm_slot(self, norm: Norm) -> _Slot:
-        return _whole(norm.weight)._replace(offset=self.shape.norm_offset)
+        return _uncut_slot(norm.weight)._replace(offset=self.shape.norm_offset)
 
     def _mlp_slots(self, mlp: Mlp) -> Iterator[tuple[str, _Slot]]:
-        s, inner = self.shape, self.sharding.inner(self.shape)
+        s, inner = self.shape, self.sharding.inner_range(self.shape)
         if isinstance(mlp, GatedMlp):
             yield from _mlp_slots("mlp", s.intermediate_size, inner, mlp.gate_up.weight, mlp.down.weight)
             return
         assert isinstance(mlp, Experts)
-        yield "mlp.gate.weight", _whole(mlp.router.weight)
+        yield "mlp.gate.weight", _uncut_slot(mlp.router.weight)
         for i, (gate_up, down) in enumerate(zip(mlp.gate_up.weight, mlp.down.weight, strict=True)):
             yield from _mlp_slots(f"mlp.experts.{i}", s.expert_size, inner, gate_up, down)
 
 
-def _one_by_one(weights: Iterable[tuple[str, Tensor]], are_cut: bool) -> Iterator[tuple[str, Tensor, bool]]:
+def _split_expert_weights(weights: Iterable[tuple[str, Tensor]], are_cut: bool) -> Iterator[tuple[str, Tensor, bool]]:
     """The weights with a tensor for each expert, and whether it is cut: those that came in one for all never are."""
     for given, tensor in weights:
-        is_cut = are_cut and not is_expert(given)
-        yield from ((name, part, is_cut) for name, part in each_expert([(given, tensor)]))
+        is_cut = are_cut and not is_fused_expert_name(given)
+        yield from ((name, part, is_cut) for name, part in split_fused_experts([(given, tensor)]))
 
 
-def _whole(tensor: Tensor) -> _Slot:
+def _uncut_slot(tensor: Tensor) -> _Slot:
     return _Slot(Cut(tuple(tensor.shape), ()), tensor)
 
 

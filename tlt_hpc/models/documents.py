@@ -38,15 +38,15 @@ class _Run:
     """[n, n] bool: the keys a query sees; None: one document, every key up to the query's own."""
 
 
-def _runs(lengths: Sequence[int], device: torch.device) -> Iterator[_Run]:
+def _split_into_runs(lengths: Sequence[int], device: torch.device) -> Iterator[_Run]:
     start = 0
-    for group in _grouped(lengths):
+    for group in _group_short_documents(lengths):
         end = start + sum(group)
-        yield _Run(start, end, _shown(group, device) if len(group) > 1 else None)
+        yield _Run(start, end, _document_mask(group, device) if len(group) > 1 else None)
         start = end
 
 
-def _grouped(lengths: Sequence[int]) -> Iterator[list[int]]:
+def _group_short_documents(lengths: Sequence[int]) -> Iterator[list[int]]:
     group: list[int] = []
     for length in lengths:
         if group and sum(group) + length > RUN_TOKENS:
@@ -57,7 +57,7 @@ def _grouped(lengths: Sequence[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _shown(group: Sequence[int], device: torch.device) -> Tensor:
+def _document_mask(group: Sequence[int], device: torch.device) -> Tensor:
     document = torch.repeat_interleave(torch.arange(len(group)), torch.tensor(group)).to(device)
     return (document.unsqueeze(0) == document.unsqueeze(1)).tril_()
 
@@ -73,7 +73,7 @@ def attend_documents(lengths: Sequence[int] | None, windows: Sequence[int] = ())
         if (kernel := varlen_kernel(query)) is not None:
             key, value = key_value.chunk(2, 1)
             return varlen_attention(query, key, value, tuple(lengths or [len(query)]), kernel, window).flatten(1)
-        runs = list(_runs(lengths or [len(query)], query.device))
+        runs = list(_split_into_runs(lengths or [len(query)], query.device))
         # cut at once: every slice of its own would have the backward pass add a gradient as long as the whole batch
         sizes = [run.end - run.start for run in runs]
         queries, key_values = torch.split(query, sizes), torch.split(key_value, sizes)
@@ -124,13 +124,13 @@ class PathAttention:
         self._own: list[Tensor] = []
         """Fused keys and values [S, 2g, d] of the later steps, of the paths that are left."""
 
-    def first_step(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+    def attend_first_step(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         """An ``Attend`` over all tokens, each starting a path: query [T, h, d], key_value [T, 2g, d] -> [T, h d]."""
         self._first = key_value
         self._starts = torch.arange(len(query), device=query.device)
         return attend_documents(self._lengths)(layer, query, key_value)
 
-    def keep(self, kept: Tensor) -> None:
+    def keep_paths(self, kept: Tensor) -> None:
         """Continue with some of the S paths: ``kept`` [at most S] are their indices, int64, ascending."""
         self._starts = self._starts[kept]
         self._own = [key_value[kept] for key_value in self._own]
@@ -142,7 +142,9 @@ class PathAttention:
         for rows, first, shown, is_part in self._chunks(query.shape[1]):
             inputs = query[rows], first, shown, *(key_value[rows] for key_value in self._own)
             again = is_part and torch.is_grad_enabled()
-            parts.append(checkpoint(_mix, *inputs, use_reentrant=False) if again else _mix(*inputs))
+            parts.append(
+                checkpoint(_attend_path_step, *inputs, use_reentrant=False) if again else _attend_path_step(*inputs)
+            )
         return torch.cat(parts)
 
     def _chunks(self, num_heads: int) -> Iterator[tuple[slice, Tensor, Tensor, bool]]:
@@ -151,7 +153,7 @@ class PathAttention:
         """
         assert self._first is not None, "the first step comes first"
         device = self._first.device
-        for run in _runs(self._lengths or [len(self._first)], device):
+        for run in _split_into_runs(self._lengths or [len(self._first)], device):
             inside = torch.arange(run.end - run.start, device=device)
             shown = inside.unsqueeze(0) <= inside.unsqueeze(1) if run.shown is None else run.shown
             begin, end = torch.searchsorted(self._starts, self._starts.new_tensor([run.start, run.end])).tolist()
@@ -162,7 +164,7 @@ class PathAttention:
                 yield rows, self._first[run.start : run.end], of, end - begin > most
 
 
-def _mix(query: Tensor, first: Tensor, shown: Tensor, *own: Tensor) -> Tensor:
+def _attend_path_step(query: Tensor, first: Tensor, shown: Tensor, *own: Tensor) -> Tensor:
     """query [S, h, d] over ``first`` [n, 2g, d] where ``shown`` [S, n], and each path's own [S, 2g, d] -> [S, h d]."""
     num, heads, size = query.shape
     keys, values = first.chunk(2, 1)

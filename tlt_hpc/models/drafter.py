@@ -43,7 +43,7 @@ class RopeScaling(Section):
     original_max_position_embeddings: PositiveInt | None = None
 
     @model_validator(mode="after")
-    def _is_whole(self) -> RopeScaling:
+    def _check_fields_complete(self) -> RopeScaling:
         rest = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
         if None in rest and any(rest):
             raise ValueError("Llama 3.1's scaling has all of these fields, a linear one the factor alone")
@@ -69,14 +69,14 @@ class DraftLayer(Section):
     fc_bias: bool = False
     """EAGLE: ``fc`` has a bias."""
 
-    def stored(self) -> dict[str, Tensor]:
+    def to_tensors(self) -> dict[str, Tensor]:
         """The settings as a tensor by its name, to be written to a file: [bytes] uint8; empty if all are defaults."""
         if self == AS_TARGET:
             return {}
-        return {SETTINGS: torch.tensor(list(self.changes.encode()), dtype=torch.uint8)}
+        return {SETTINGS: torch.tensor(list(self.changed_settings_json.encode()), dtype=torch.uint8)}
 
     @property
-    def changes(self) -> str:
+    def changed_settings_json(self) -> str:
         """The settings that differ from the defaults, as JSON."""
         return self.model_dump_json(exclude_defaults=True)
 
@@ -103,7 +103,7 @@ def drafter_shape(target: ModelShape, layer: DraftLayer) -> ModelShape:
     )
 
 
-def layer_between(target: ModelShape, own: ModelShape, **more: bool) -> DraftLayer:
+def differing_layer_settings(target: ModelShape, own: ModelShape, **more: bool) -> DraftLayer:
     """The settings by which a layer of the sizes ``own`` differs from its target's; ``more``: fields without a size.
 
     Raises:
@@ -119,8 +119,8 @@ def layer_between(target: ModelShape, own: ModelShape, **more: bool) -> DraftLay
     )
 
 
-def layer_of(state: Mapping[str, Tensor], asked: str = "the drafter") -> DraftLayer:
-    """The settings of a drafter's layer among its tensors, which ``DraftLayer.stored`` wrote as [bytes] uint8.
+def parse_layer_settings(state: Mapping[str, Tensor], asked: str = "the drafter") -> DraftLayer:
+    """The settings of a drafter's layer among its tensors, which ``DraftLayer.to_tensors`` wrote as [bytes] uint8.
 
     Raises:
         UserError: the tensor does not hold it.
@@ -211,7 +211,7 @@ class Drafter(nn.Module, ABC):
         """
         assert self._packed is None, "split comes before pack"
         check_sharding(self.shape, sharding.size, DRAFTER_SHARDING)
-        self._sharding, self._part = sharding, sharding.part(self.shape)
+        self._sharding, self._part = sharding, sharding.shape_of_rank(self.shape)
         num_positions = self.shape.max_positions + SPARE_POSITIONS
         self.rotary = rotary_table(self._part, num_positions, self._dtype, self._device)
 
@@ -242,7 +242,7 @@ class Drafter(nn.Module, ABC):
         """The parameters as they are now."""
 
     @torch.no_grad()
-    def pack(self) -> None:
+    def pack_weights(self) -> None:
         """Serve from a copy laid out for speed, from now on; ``load_state_dict`` renews it in place.
 
         Addresses do not change, so that graphs may read the copy. For a drafter that is loaded, not trained: a weight
@@ -264,14 +264,14 @@ class Drafter(nn.Module, ABC):
         copied = (layer.qkv, layer.output, *layer.mlp.parts()) if self._sharding.size > 1 else ()
         return self._packed.packed_bytes + sum(part.weight.nbytes for part in copied)
 
-    def _now(self) -> DrafterParts:
+    def _packed_or_current_parts(self) -> DrafterParts:
         packed = None if torch.is_grad_enabled() else self._packed
         assert packed is not None or self._sharding.size == 1, "a drafter that is split is served, not trained"
         return packed or self._parts()
 
     def _run(self, x: Tensor, reads: Tensor, parts: DrafterParts, positions: Tensor, attend: Attend) -> Tensor:
         """The layer at positions [T]: attention reads ``reads`` [T, R], and what comes of it is added to x [T, H]."""
-        return run_draft_layer(x, reads, parts.layer, self._part, self.rotary.at(positions), attend)
+        return run_draft_layer(x, reads, parts.layer, self._part, self.rotary.rows_at_positions(positions), attend)
 
     def _matrix(self, rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
         values = torch.randn(rows, columns, generator=self._generator) * (scale * columns**-0.5)
@@ -298,7 +298,7 @@ class Drafter(nn.Module, ABC):
         qkv, output, gate_up, down = weights
         shard = self._sharding
         if shard.size > 1:
-            inner, heads, d = shard.inner(self.shape), shard.heads(self.shape), self.shape.head_dim
+            inner, heads, d = shard.inner_range(self.shape), shard.heads(self.shape), self.shape.head_dim
             gate_up = torch.cat([rows[inner] for rows in gate_up.chunk(2)])
             output = output[:, heads.start * d : heads.stop * d].contiguous()
             down = down[:, inner].contiguous()
@@ -316,4 +316,4 @@ class Drafter(nn.Module, ABC):
 def _pack_again(drafter: nn.Module, _: object) -> None:
     assert isinstance(drafter, Drafter)
     if drafter._packed is not None:
-        drafter.pack()
+        drafter.pack_weights()

@@ -16,14 +16,14 @@ from torch import Tensor
 from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter import AS_TARGET, SETTINGS, Drafter, DraftLayer, Form, drafter_shape, layer_of
+from tlt_hpc.models.drafter import AS_TARGET, SETTINGS, Drafter, DraftLayer, Form, drafter_shape, parse_layer_settings
 from tlt_hpc.models.drafter import TOKEN_IDS as TOKEN_IDS
 from tlt_hpc.models.eagle import Eagle, Eagle3
-from tlt_hpc.models.piece import read_all_once
-from tlt_hpc.models.shape import ModelShape, check_layers
+from tlt_hpc.models.piece import read_and_broadcast_all
+from tlt_hpc.models.shape import ModelShape, check_eagle3_layers
 from tlt_hpc.models.weight_files import DRAFTER_FILE as DRAFTER_FILE
 from tlt_hpc.models.weight_files import TAKE_DRAFTER, find_drafter, find_initial_drafter, open_safetensors
-from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.folder import atomic_write
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import NodeGroup
@@ -40,7 +40,7 @@ def read_drafter(place: str, shape: ModelShape, asked: str) -> dict[str, Tensor]
 
     Returns:
         Tensors of the shapes of ``drafter_sizes``, or with a vocabulary of its own of ``eagle3_sizes``, under the
-        names of ``stored_name``; and what ``DraftLayer.stored`` gives.
+        names of ``tensor_name_in_file``; and what ``DraftLayer.to_tensors`` gives.
 
     Raises:
         ValueError: there is none, the file is broken, or it is of another model; the remedy comes last.
@@ -52,22 +52,22 @@ def read_drafter(place: str, shape: ModelShape, asked: str) -> dict[str, Tensor]
     except UserError as error:
         raise UserError(f"{asked}: {error}") from None
     if TOKEN_IDS in stored:
-        check_layers(shape, asked)
-    return {stored_name(name): tensor for name, tensor in checked_drafter(stored, shape, asked).items()}
+        check_eagle3_layers(shape, asked)
+    return {tensor_name_in_file(name): tensor for name, tensor in check_drafter_tensors(stored, shape, asked).items()}
 
 
-def checked_drafter(stored: Mapping[str, Tensor], shape: ModelShape, asked: str) -> dict[str, Tensor]:
+def check_drafter_tensors(stored: Mapping[str, Tensor], shape: ModelShape, asked: str) -> dict[str, Tensor]:
     """The drafter's tensors among those of a file, of the shapes of ``drafter_sizes`` or ``eagle3_sizes``, by name.
 
     Raises:
         UserError: one is missing, or belongs to another model; or its vocabulary is not part of the target's.
     """
-    own, ids = layer_of(stored, asked), stored.get(TOKEN_IDS)
+    own, ids = parse_layer_settings(stored, asked), stored.get(TOKEN_IDS)
     if own.norm_before_residual if ids is None else own.fc_bias:
         raise UserError(f"{asked}: {SETTINGS!r} is of another form than the tensors; {TAKE_DRAFTER}")
     sizes = drafter_sizes(shape, own) if ids is None else eagle3_sizes(shape, ids.numel(), own)
     for name, size in sizes.items():
-        found = stored.get(stored_name(name))
+        found = stored.get(tensor_name_in_file(name))
         if found is None or found.shape != size:
             what = "missing" if found is None else list(found.shape)
             raise UserError(
@@ -80,7 +80,7 @@ def checked_drafter(stored: Mapping[str, Tensor], shape: ModelShape, asked: str)
                 f"{asked}: {TOKEN_IDS!r} must be int64 ids of the target's {shape.vocab_size} tokens, each above the "
                 f"one before; {TAKE_DRAFTER}"
             )
-    return {name: stored[stored_name(name)] for name in sizes} | own.stored()
+    return {name: stored[tensor_name_in_file(name)] for name in sizes} | own.to_tensors()
 
 
 def write_drafter(folder: Path, state: dict[str, Tensor]) -> None:
@@ -89,7 +89,7 @@ def write_drafter(folder: Path, state: dict[str, Tensor]) -> None:
     Raises:
         WriteError: the disk refused; the one before stays.
     """
-    with writing_beside(folder / DRAFTER_FILE) as part:
+    with atomic_write(folder / DRAFTER_FILE) as part:
         try:
             save_file(state, part)
         except SafetensorError as error:  # has what the system said as text alone
@@ -98,7 +98,7 @@ def write_drafter(folder: Path, state: dict[str, Tensor]) -> None:
             raise cause from None
 
 
-def stored_name(name: str) -> str:
+def tensor_name_in_file(name: str) -> str:
     """The name of a drafter's tensor in a file; its vocabulary and its settings are no weights."""
     return name if name in _NO_WEIGHTS else f"{name}.weight"
 
@@ -116,20 +116,20 @@ def load_drafter(place: str, decoder: Decoder, asked: str, node: NodeGroup | Non
     Raises:
         ValueError: as ``read_drafter``.
     """
-    weights = read_all_once(node, lambda: read_drafter(place, decoder.shape, asked))
+    weights = read_and_broadcast_all(node, lambda: read_drafter(place, decoder.shape, asked))
     assert weights is not None
     return inference_drafter(weights, decoder)
 
 
 def inference_drafter(weights: dict[str, Tensor], decoder: Decoder) -> Drafter:
     """A drafter with ``weights``, as ``read_drafter`` gives them, in the decoder's precision and split as it is."""
-    own = layer_of(weights)
+    own = parse_layer_settings(weights)
     drafter = make_drafter(decoder.shape, 0, decoder.dtype, decoder.device, weights.get(TOKEN_IDS), own)
     if decoder.sharding.size > 1:
         drafter.set_sharding(decoder.sharding)
     drafter.requires_grad_(False)
     drafter.load_state_dict({n.removesuffix(".weight"): tensor for n, tensor in weights.items() if n != SETTINGS})
-    drafter.pack()
+    drafter.pack_weights()
     return drafter
 
 
@@ -187,7 +187,7 @@ def read_drafter_of_init(init: str, form: Form, shape: ModelShape, model: Path) 
         is_own = find_initial_drafter(init, asked).name == DRAFTER_FILE
         weights = read_drafter(init, shape, asked) if is_own else _read_head(Path(init), model, shape, asked)
         if TOKEN_IDS in weights:
-            check_layers(shape, asked)
+            check_eagle3_layers(shape, asked)
     except ValueError as error:
         raise ConfigError(f"{error} or 'random'") from None
     found = "eagle3" if TOKEN_IDS in weights else "eagle"

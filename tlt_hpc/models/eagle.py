@@ -56,7 +56,7 @@ class Eagle(Drafter):
 
     def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Next states [T, H]: ``fc`` of [embedded; states], then one layer; arguments as ``Drafter.forward``."""
-        parts = self._now()
+        parts = self._packed_or_current_parts()
         x = parts.fc(torch.cat([embedded, states], -1))
         return self._run(x, x, parts, positions, attend)
 
@@ -104,25 +104,25 @@ class Eagle3(Drafter):
         return feature_layers(self.shape.num_layers)
 
     @torch.no_grad()
-    def read_like(self, head: Tensor, final_norm: Tensor) -> None:
+    def init_output_from_target(self, head: Tensor, final_norm: Tensor) -> None:
         """Initialise the output from the target's: from its head [V, H], the drafted rows, and final norm [H]."""
         self.head.copy_(head.index_select(0, self.token_ids))
         self.final_norm.copy_(final_norm)
 
     def fuse(self, features: Tensor) -> Tensor:
         """The state [T, H]: ``fc`` of the three layers' part of the features [T, 4 H]."""
-        return self._now().fc(features[:, : 3 * self.shape.hidden_size])
+        return self._packed_or_current_parts().fc(features[:, : 3 * self.shape.hidden_size])
 
     def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Next states [T, H] of embedded tokens [T, H] and states [T, H] at positions [T]."""
-        parts = self._now()
+        parts = self._packed_or_current_parts()
         normed = parts.norms["hidden"](states)
         reads = torch.cat([parts.norms["input"](embedded), normed], -1)
         return self._run(normed if self.own.norm_before_residual else states, reads, parts, positions, attend)
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [T, W] of states [T, H], over the draft vocabulary."""
-        parts = self._now()
+        parts = self._packed_or_current_parts()
         assert parts.head is not None
         return parts.head(parts.norms["final"](states))
 

@@ -17,7 +17,7 @@ from tlt_hpc.common.host_memory import without_garbage_collection
 from tlt_hpc.config import UserError
 from tlt_hpc.models.piece import Cut, ReadCut, broadcast_on_node, read_and_broadcast_parts
 from tlt_hpc.models.shape import TAKE_CONFIG, ModelShape
-from tlt_hpc.models.weight_files import INDEX, UNREADABLE, open_safetensors, refusal, weight_files
+from tlt_hpc.models.weight_files import INDEX, UNREADABLE, open_safetensors, refusal_reason, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -54,7 +54,7 @@ def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    with naming_folder(folder):
+    with naming_folder_in_errors(folder):
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
             config=read_config(folder),
@@ -80,7 +80,7 @@ def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
 
 
 @contextmanager
-def naming_folder(folder: Path) -> Iterator[None]:
+def naming_folder_in_errors(folder: Path) -> Iterator[None]:
     """Name a model's folder where a library cannot read one of its files.
 
     Raises:
@@ -94,7 +94,7 @@ def naming_folder(folder: Path) -> Iterator[None]:
     except SafetensorError as error:
         raise UserError(f"a file of {folder} is no whole safetensors file ({error}); {UNREADABLE}") from None
     except (OSError, RuntimeError) as error:
-        raise UserError(f"cannot read the model in {folder}: {refusal(error)}; {UNREADABLE}") from None
+        raise UserError(f"cannot read the model in {folder}: {refusal_reason(error)}; {UNREADABLE}") from None
 
 
 def import_transformers(with_adapters: bool) -> None:
@@ -116,7 +116,7 @@ def load_policy_all_ranks(
     Raises:
         UserError: as ``load_policy_model`` and ``read_config``.
     """
-    config = node.once(lambda: read_config(folder))
+    config = node.run_first_and_broadcast(lambda: read_config(folder))
     reads = rank == 0 if is_sharded else node.rank == 0
     model = load_policy_model(folder, dtype) if reads else empty_policy_model(config, dtype)
     if is_sharded:
@@ -133,7 +133,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     """
     from transformers import AutoConfig
 
-    with naming_folder(folder):
+    with naming_folder_in_errors(folder):
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     for name, value in config.to_dict().items():
         if "dropout" in name and isinstance(value, (int, float)):
@@ -155,7 +155,7 @@ def empty_policy_model(config: PretrainedConfig, dtype: str) -> PreTrainedModel:
     return model.eval()
 
 
-def folder_weights(
+def read_folder_weights(
     folder: Path, cuts: Mapping[str, Cut] | None = None, node: NodeGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight of a folder's safetensors files, one at a time, under its Hugging Face name, in its stored shape.
@@ -173,10 +173,10 @@ def folder_weights(
 
 
 def folder_readers(folder: Path) -> Iterator[tuple[str, ReadCut]]:
-    """``folder_weights``, each as a function that reads it, or a cut of it, until the next is asked for.
+    """``read_folder_weights``, each as a function that reads it, or a cut of it, until the next is asked for.
 
     Raises:
-        ValueError: as ``folder_weights``.
+        ValueError: as ``read_folder_weights``.
     """
     for file, names in weight_files(folder).items():
         with open_safetensors(file, UNREADABLE) as reader:

@@ -33,7 +33,7 @@ class FusedAttend(ABC):
         """As ``Attend``."""
 
     @abstractmethod
-    def fused(self, layer: int, qkv: Tensor, rotary: RotaryRows, norms: HeadNorms | None) -> Tensor:
+    def attend_fused(self, layer: int, qkv: Tensor, rotary: RotaryRows, norms: HeadNorms | None) -> Tensor:
         """qkv [T, h + 2g, d] as projected -> [T, h * d]; ``norms``, where given, come before the rotation."""
 
 
@@ -58,10 +58,10 @@ class LayerWeights:
         parts: dict[str, Any] = {name: None if part is None else part.to(dtype) for name, part in vars(self).items()}
         return LayerWeights(**parts)
 
-    def pack(self) -> None:
+    def pack_weights(self) -> None:
         """Derive what the fast path reads; call after each load."""
         for part in self.parts():
-            part.pack()
+            part.pack_weights()
 
     @property
     def weight_bytes(self) -> int:
@@ -139,11 +139,11 @@ def _layer_after_input_norm(
     query, key_value = rotary.rotate(qkv).split_with_sizes((h, 2 * g), 1)
     mixed = attend(layer, query, key_value)
     if weights.after_attention is None:
-        x = weights.output.add_to(x, mixed)
+        x = weights.output.forward_plus_residual(x, mixed)
     else:
         x = x + weights.after_attention(weights.output(mixed))
     if weights.after_mlp is None:
-        return weights.mlp.add_to(x, weights.post_norm(x))
+        return weights.mlp.forward_plus_residual(x, weights.post_norm(x))
     return x + weights.after_mlp(weights.mlp(weights.post_norm(x)))
 
 
@@ -178,18 +178,18 @@ def _fused_after_input_norm(
 ) -> tuple[Tensor, Tensor]:
     """``_layer_after_input_norm``, whose result [T, H] is given as two terms."""
     qkv = weights.qkv(reads).view(x.shape[0], -1, shape.head_dim)
-    mixed = attend.fused(layer, qkv, rotary, _head_norms(weights.head_norm, shape.num_heads))
+    mixed = attend.attend_fused(layer, qkv, rotary, _head_norms(weights.head_norm, shape.num_heads))
     added = weights.output(mixed)
     if weights.after_attention is not None:
         added = weights.after_attention(added)
-    normed, x = weights.post_norm.of_sum(added, x)
+    normed, x = weights.post_norm.add_and_norm(added, x)
     added = weights.mlp(normed)
     return x, added if weights.after_mlp is None else weights.after_mlp(added)
 
 
 def _norm_of_sum(norm: Norm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
     """The norm of x + delta, and that sum; no delta is zero."""
-    return (norm(x), x) if delta is None else norm.of_sum(delta, x)
+    return (norm(x), x) if delta is None else norm.add_and_norm(delta, x)
 
 
 def _head_norms(norm: Norm | None, num_heads: int) -> HeadNorms | None:

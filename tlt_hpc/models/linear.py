@@ -1,7 +1,7 @@
 """Weight matrices and norms in the layout that computes fastest where they live. Knows no model and no cache.
 
-The plain weight stays the truth: it is loaded into, exported and cast to float64. ``pack`` derives from it what the
-fast path reads, and is called again after each load; the object itself is kept.
+The plain weight stays the truth: it is loaded into, exported and cast to float64. ``pack_weights`` derives from it
+what the fast path reads, and is called again after each load; the object itself is kept.
 Shapes: ``T`` tokens, ``N`` outputs, ``K`` inputs, ``H`` hidden.
 """
 
@@ -52,7 +52,7 @@ class Linear:
         self._transposed = weight.t()
         self._blocked: Tensor | None = None
 
-    def pack(self) -> None:
+    def pack_weights(self) -> None:
         """Derive the blocked copy again from the weight, on CPUs and for matrices where it pays."""
         if not _can_block(self.weight):
             return
@@ -92,7 +92,7 @@ class Linear:
         out = self(x)
         return out if out.dtype == torch.float64 else out.float()
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def forward_plus_residual(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [T, N] + the product of x [T, K] -> [T, N]."""
         if self._blocked is None and self.weight.numel() >= _LEAST_PACKED:
             return self(x).add_(residual)  # one rounding more, but summed apart from the residual it is nearer to exact
@@ -120,7 +120,7 @@ class InvariantLinear(Linear):
 
     __slots__ = ()
 
-    def pack(self) -> None:
+    def pack_weights(self) -> None:
         """Do nothing: nothing is derived from the weight."""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class InvariantLinear(Linear):
         """The product [T, N] of x [T, K] in float32."""
         return invariant_linear(x, self.weight, self.bias, torch.float32)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def forward_plus_residual(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [T, N] + the product of x [T, K] -> [T, N]."""
         return self(x).add_(residual)
 
@@ -144,9 +144,9 @@ class Norm:
         self.weight, self.epsilon = weight, epsilon
         self._scaled: Tensor | None = None
         self._floor: Tensor | None = None
-        self.pack()
+        self.pack_weights()
 
-    def pack(self) -> None:
+    def pack_weights(self) -> None:
         """Derive from the weight what the fast path reads; call after each load."""
         if self.weight.device.type == "cpu" and self.weight.dtype in (torch.float32, torch.float64):
             size = self.weight.shape[-1]
@@ -175,7 +175,7 @@ class Norm:
         normed = F.rms_norm(x, (x.shape[-1],), self.weight if self.weight.dim() == 1 else None, self.epsilon)
         return normed if self.weight.dim() == 1 else normed * self.weight
 
-    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and that sum, in one pass over memory: [T, H] each; without a gradient."""
         return add_rms_norm(x, residual, self.weight, self.epsilon)
 
@@ -184,7 +184,7 @@ class Norm:
         return Norm(self.weight.to(dtype), self.epsilon)
 
 
-def exclude(logits: Tensor, ids: Tensor | None) -> Tensor:
+def mask_excluded_tokens(logits: Tensor, ids: Tensor | None) -> Tensor:
     """Exclude the tokens ``ids`` [N] from a softmax of logits [R, V], changed in place -> [R, V]."""
     return logits if ids is None else logits.index_fill_(1, ids, _NEVER)
 
@@ -194,4 +194,4 @@ def copy_and_pack_parts(target: Iterable[Linear | Norm], source: Iterable[Linear
     for part, given in zip(target, source, strict=True):
         for own, other in zip(part.tensors, given.tensors, strict=True):
             own.copy_(other)
-        part.pack()
+        part.pack_weights()

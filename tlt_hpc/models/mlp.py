@@ -26,7 +26,7 @@ class Mlp(ABC):
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def forward_plus_residual(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [T, H] + the result for x [T, H] -> [T, H]."""
         return self(x).add_(residual)
 
@@ -46,11 +46,11 @@ class GatedMlp(Mlp):
         self.gate_up, self.down, self._activation = gate_up, down, activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(gated(self.gate_up(x), self._activation))
+        return self.down(apply_gate(self.gate_up(x), self._activation))
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def forward_plus_residual(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [T, H] + the result for x [T, H] -> [T, H], in which ``down`` adds the residual."""
-        return self.down.add_to(residual, gated(self.gate_up(x), self._activation))
+        return self.down.forward_plus_residual(residual, apply_gate(self.gate_up(x), self._activation))
 
     def parts(self) -> Iterator[Linear]:
         """``gate_up``, then ``down``."""
@@ -71,7 +71,7 @@ class Stack(Linear):
         self.weight, self.bias = weight, None
         self._blocked = None
 
-    def pack(self) -> None:
+    def pack_weights(self) -> None:
         """Do nothing: nothing is derived from the weight."""
 
     def to(self, dtype: torch.dtype) -> Stack:
@@ -108,7 +108,7 @@ class Experts(Mlp):
             weights = weights / total.unsqueeze(1)
         weights = weights.to(x.dtype).to(wide)
         order = sort_by_expert(experts, len(self.gate_up.weight))
-        inner = gated(expert_linear(x, self.gate_up.weight, order, self._num_chosen), "silu")
+        inner = apply_gate(expert_linear(x, self.gate_up.weight, order, self._num_chosen), "silu")
         mixed = sum_weighted_experts(expert_linear(inner, self.down.weight, order, 1), weights)
         return mixed if self._all_reduce is None else self._all_reduce(mixed)
 
@@ -133,7 +133,7 @@ def best_experts(chances: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best.values[:, :count], best.indices[:, :count]
 
 
-def gated(gate_up: Tensor, activation: str) -> Tensor:
+def apply_gate(gate_up: Tensor, activation: str) -> Tensor:
     """The activation of the gate times up: gate_up [T, 2 I] -> [T, I]."""
     if runs_triton(gate_up) and not torch.is_grad_enabled():  # the kernel has no gradient
         return gate_mul(gate_up, activation)

@@ -21,7 +21,7 @@ LOWER_RATE = (
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements ``start`` to ``stop`` of a tensor of the given shape, counted flat."""
+    """The elements ``start`` to ``stop_index`` of a tensor of the given shape, counted flat."""
 
     values: Tensor
     """[stop - start], not a copy."""
@@ -34,7 +34,7 @@ class Piece:
         return cls(tensor.detach().reshape(-1), 0, tuple(tensor.shape))
 
     @property
-    def stop(self) -> int:
+    def stop_index(self) -> int:
         """The flat index after the piece's last element."""
         return self.start + self.values.numel()
 
@@ -57,7 +57,7 @@ class Cut:
         kept = (len(range(size)[part]) for size, part in zip(self.sizes, self.slices, strict=False))
         return *kept, *self.sizes[len(self.slices) :]
 
-    def take(self, name: str, tensor: Tensor) -> Tensor:
+    def cut_from(self, name: str, tensor: Tensor) -> Tensor:
         """The block, of shape ``cut_sizes``, of a tensor of shape ``sizes``; a view."""
         self.check(name, tensor.shape)
         return tensor[self.slices]
@@ -74,7 +74,7 @@ class Cut:
             )
 
 
-def own_pieces(tensors: Iterable[tuple[str, Tensor]], rank: int, num_ranks: int) -> Iterator[tuple[str, Piece]]:
+def own_tensor_pieces(tensors: Iterable[tuple[str, Tensor]], rank: int, num_ranks: int) -> Iterator[tuple[str, Piece]]:
     """This rank's share of tensors of any shape that all ranks hold: equal counts of elements, in few pieces.
 
     The shares of all ranks together have each element once; an empty tensor is the first rank's.
@@ -100,7 +100,7 @@ def is_finite(tensor: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(tensor)).isfinite().all()
 
 
-def not_finite(found: Mapping[str, Tensor]) -> list[str]:
+def names_not_finite(found: Mapping[str, Tensor]) -> list[str]:
     """The names whose results of ``is_finite`` (each of shape []) are false; waits for each device once."""
     by_device: dict[torch.device, list[str]] = {}
     for name, value in found.items():
@@ -122,7 +122,7 @@ BLOCK_BYTES = 2**24
 """Of tensors that are sent together; larger ones go alone."""
 
 
-def read_each_once(
+def read_and_broadcast_each(
     node: NodeGroup | None, names: Iterable[str], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of these names that ``read`` gives on the node's first rank, in host memory, of any shape.
@@ -141,7 +141,9 @@ def read_each_once(
     )
 
 
-def read_all_once(node: NodeGroup | None, read: Callable[[], Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
+def read_and_broadcast_all(
+    node: NodeGroup | None, read: Callable[[], Mapping[str, Tensor] | None]
+) -> dict[str, Tensor] | None:
     """The tensors by name that ``read`` gives on the node's first rank, of any shape, or None; collective over it.
 
     Raises:
@@ -181,14 +183,14 @@ def read_and_broadcast_parts(
                 break
         return told
 
-    while told := node.once(read_next_block):
+    while told := node.run_first_and_broadcast(read_next_block):
         tensors = list(found) or [torch.empty(shape, dtype=dtype) for _, shape, dtype in told]
         broadcast_on_node(node, tensors)
         yield from ((name, partial(_cut, name, tensor)) for (name, _, _), tensor in zip(told, tensors, strict=True))
 
 
 def _cut(name: str, tensor: Tensor, cut: Cut | None) -> Tensor:
-    return tensor if cut is None else cut.take(name, tensor)
+    return tensor if cut is None else cut.cut_from(name, tensor)
 
 
 def broadcast_on_node(node: NodeGroup, tensors: Iterable[Tensor]) -> None:

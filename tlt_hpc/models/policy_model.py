@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt_hpc.common.words import count
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.config import UserError
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.models.linear import exclude
+from tlt_hpc.models.linear import mask_excluded_tokens
 from tlt_hpc.models.mlp import best_experts
 from tlt_hpc.models.sharding import SequenceGroup
 
@@ -81,8 +81,8 @@ class PolicyModel(torch.nn.Module):
         group, count, num_tokens, own = self._sequence, len(where), len(tokens), None
         if group is not None:  # each of its ranks holds a slice of the tokens
             tokens, positions, lengths = group.pad(tokens, positions, lengths)
-            where, own = group.places(where, len(tokens))
-            tokens, positions, targets = group.slice(tokens), group.slice(positions), targets[own]
+            where, own = group.places_in_own_slice(where, len(tokens))
+            tokens, positions, targets = group.own_slice(tokens), group.own_slice(positions), targets[own]
         output = self.inner.base_model(
             input_ids=tokens.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -141,7 +141,7 @@ class _Read(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         log_probs, normalisers, entropies = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
         for rows in _chunks(hidden, weight):
-            scaled = exclude(_product(hidden[rows], weight.t()).div_(temperature), excluded)
+            scaled = mask_excluded_tokens(_float32_product(hidden[rows], weight.t()).div_(temperature), excluded)
             normalisers[rows] = scaled.logsumexp(1)
             scaled -= normalisers[rows].unsqueeze(1)
             log_probs[rows] = scaled.gather(1, targets[rows].unsqueeze(1)).squeeze(1)
@@ -163,7 +163,9 @@ class _Read(torch.autograd.Function):
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros_like(weight, dtype=normalisers.dtype) if context.needs_input_grad[1] else None
         for rows in _chunks(hidden, weight):
-            log_probs = exclude(_product(hidden[rows], weight.t()).div_(context.temperature), context.excluded)
+            log_probs = mask_excluded_tokens(
+                _float32_product(hidden[rows], weight.t()).div_(context.temperature), context.excluded
+            )
             log_probs -= normalisers[rows].unsqueeze(1)
             slopes = log_probs.exp()
             if context.entropy_has_gradient:
@@ -175,7 +177,7 @@ class _Read(torch.autograd.Function):
             slopes = slopes.div_(context.temperature).to(weight.dtype)
             to_hidden[rows] = torch.mm(slopes, weight)
             if to_weight is not None:  # else the head is frozen
-                to_weight += _product(slopes.t(), hidden[rows])
+                to_weight += _float32_product(slopes.t(), hidden[rows])
         return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None, None, None
 
 
@@ -185,7 +187,7 @@ def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
     return [slice(start, start + most) for start in range(0, len(hidden), most)]
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def _float32_product(left: Tensor, right: Tensor) -> Tensor:
     """A product of matrices in float32, or in float64 of such."""
     if left.dtype.itemsize >= 4:
         return torch.mm(left, right)
@@ -241,8 +243,8 @@ def _set_decoder_routing(model: Any) -> None:
     if len(routers) != num_mixtures:
         raise UserError(
             f"transformers {version('transformers')} has a router {_ROUTER} in {len(routers)} of the model's "
-            f"{count(num_mixtures, 'layer')} with experts, so that the update would choose other experts than the "
-            "rollout; install an earlier version, such as 5.23.0"
+            f"{format_count(num_mixtures, 'layer')} with experts, so that the update would choose other experts than "
+            "the rollout; install an earlier version, such as 5.23.0"
         )
     for router in routers:
         router.forward = partial(_route, router)
@@ -276,7 +278,9 @@ def _router_loss(logits: Sequence[Tensor], num_chosen: int, num_tokens: int, seq
         choices = torch.zeros_like(own).scatter_(1, best_experts(own.detach(), num_chosen)[1], 1.0)
         chosen, chances = chosen + choices.sum(0), chances + own.sum(0)
     sums = torch.cat([chosen, chances])
-    chosen, chances = (sums if sequence is None else sequence.total(sums)).div(len(logits) * num_tokens).chunk(2)
+    chosen, chances = (
+        (sums if sequence is None else sequence.sum_over_ranks(sums)).div(len(logits) * num_tokens).chunk(2)
+    )
     return len(chosen) * (chosen * chances).sum()
 
 

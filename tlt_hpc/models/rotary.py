@@ -34,11 +34,11 @@ class RotaryTable:
         """Bytes of both tables."""
         return self.cosine.nbytes + self.sine.nbytes
 
-    def at(self, positions: Tensor) -> RotaryRows:
+    def rows_at_positions(self, positions: Tensor) -> RotaryRows:
         """The rotation of a pass over ``positions`` [T]."""
         return RotaryRows(self, positions)
 
-    def all_heads(self, angles: Tensor, at_values: float) -> Tensor:
+    def expand_to_heads(self, angles: Tensor, at_values: float) -> Tensor:
         """Angles [T, d] for every rotated head, and ``at_values`` for the values -> [T, h + 2g, d]."""
         rotated = angles.unsqueeze(1).expand(-1, self.num_rotated, -1)
         return torch.nn.functional.pad(rotated, (0, 0, 0, self.num_values), value=at_values)
@@ -52,15 +52,15 @@ class RotaryRows:
     positions: Tensor
 
     @cached_property
-    def _turns(self) -> tuple[Tensor, Tensor]:
+    def _cosines_and_sines(self) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [T, h + 2g, d]; 1 and 0 at the values, which pass through."""
         table = self.table
         cosine, sine = table.cosine[self.positions], table.sine[self.positions]
-        return table.all_heads(cosine, 1.0), table.all_heads(sine, 0.0)
+        return table.expand_to_heads(cosine, 1.0), table.expand_to_heads(sine, 0.0)
 
     def rotate(self, qkv: Tensor) -> Tensor:
         """qkv [T, (h + 2g) d] -> [T, h + 2g, d] with queries and keys rotated."""
-        cosine, sine = self._turns
+        cosine, sine = self._cosines_and_sines
         x = qkv.view(cosine.shape)
         return torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, -1), sine)
 
@@ -76,7 +76,7 @@ def rotary_table(
     # fp32 inverse frequencies, as the reference implementation rounds them: long contexts would drift apart otherwise
     theta = shape.local_theta if is_local and shape.local_theta else shape.rope_theta
     frequencies = (1.0 / theta ** half.float()).double()
-    frequencies = _scaled(frequencies, None if is_local else shape.rope_scaling)
+    frequencies = _scale_frequencies(frequencies, None if is_local else shape.rope_scaling)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), frequencies)
     heads = shape.num_heads + shape.num_kv_heads, shape.num_kv_heads
     cosine = torch.cat([angles.cos(), angles.cos()], -1)
@@ -98,13 +98,13 @@ class LayerRotaries:
         """Bytes of all tables."""
         return sum(table.num_bytes for table in self._tables)
 
-    def at(self, positions: Tensor) -> list[RotaryRows]:
+    def rows_at_positions(self, positions: Tensor) -> list[RotaryRows]:
         """The rotation of each layer in a pass over ``positions`` [T]."""
-        rows = [table.at(positions) for table in self._tables]
+        rows = [table.rows_at_positions(positions) for table in self._tables]
         return [rows[index] for index in self._of_layer]
 
 
-def _scaled(frequencies: Tensor, scaling: dict[str, Any] | None) -> Tensor:
+def _scale_frequencies(frequencies: Tensor, scaling: dict[str, Any] | None) -> Tensor:
     """Of Llama 3.1: long wavelengths are slowed by ``factor``, short ones kept, a ramp between; or linear: all are."""
     if scaling is None:
         return frequencies

@@ -99,7 +99,7 @@ class ModelShape:
         return self.num_layers * layer + embeddings + self.hidden_size
 
 
-def part_of(shape: ModelShape, size: int) -> ModelShape:
+def shape_per_rank(shape: ModelShape, size: int) -> ModelShape:
     """The part of a model's layers that each of ``size`` ranks has, equal on all; after ``check_sharding``."""
     return replace(
         shape,
@@ -110,7 +110,7 @@ def part_of(shape: ModelShape, size: int) -> ModelShape:
     )
 
 
-def adapter_parameters(shape: ModelShape, rank: int) -> int:
+def num_adapter_parameters(shape: ModelShape, rank: int) -> int:
     """Weights of adapters of this rank to all linear layers; in a mixture of experts to those of attention."""
     h, queries, keys = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     attention, mlp = 2 * (h + queries) + 2 * (h + keys), 3 * (h + shape.intermediate_size)
@@ -121,7 +121,7 @@ LEAST_LAYERS = 7
 """Of an EAGLE-3 drafter's target, whose three feature layers are distinct."""
 
 
-def check_layers(shape: ModelShape, asked: str) -> None:
+def check_eagle3_layers(shape: ModelShape, asked: str) -> None:
     """Refuse an EAGLE-3 drafter for a target whose feature layers are not distinct.
 
     Raises:
@@ -149,15 +149,15 @@ def check_sharding(shape: ModelShape, size: int, asked: str) -> None:
     counts = shape.num_heads, shape.num_kv_heads, shape.intermediate_size
     if shape.num_experts:
         what, counts = (*what[:2], "moe_intermediate_size"), (*counts[:2], shape.expert_size)
-    fits = [n for n in range(1, size + 1) if _misfit(counts, n) is None]
-    if (index := _misfit(counts, size)) is not None:
+    fits = [n for n in range(1, size + 1) if _first_indivisible_size(counts, n) is None]
+    if (index := _first_indivisible_size(counts, size)) is not None:
         raise ConfigError(
             f"{asked} = {size} does not divide the model's {what[index]} = {counts[index]}; use {fits[-1]} or another "
             "number that does"
         )
 
 
-def _misfit(counts: tuple[int, int, int], size: int) -> int | None:
+def _first_indivisible_size(counts: tuple[int, int, int], size: int) -> int | None:
     """Which of heads, key-value heads and inner width ``size`` ranks cannot share alike; None: all can."""
     heads, kv_heads, inner = counts
     shares = heads % size == 0, kv_heads % size == 0 or size % kv_heads == 0, inner % size == 0
@@ -192,7 +192,7 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
             f"{origin}: model_type {name!r:.80} is not supported{reason}", f"use one of {', '.join(FAMILIES)}"
         )
     _refuse_features(raw, family, origin)
-    count = partial(_number, raw, origin)
+    count = partial(_parse_number, raw, origin)
     hidden_size, num_heads, num_layers = count("hidden_size"), count("num_attention_heads"), count("num_hidden_layers")
     num_kv_heads = count("num_key_value_heads")
     if num_heads % num_kv_heads:
@@ -211,7 +211,7 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
     eos, attention_bias = raw.get("eos_token_id"), bool(raw.get("attention_bias"))
     tied, gain = raw.get("tie_word_embeddings"), 1.0
     if family.query_scalar is not None:
-        gain = (head_dim / _number(raw, origin, "query_pre_attn_scalar", family.query_scalar, float)) ** 0.5
+        gain = (head_dim / _parse_number(raw, origin, "query_pre_attn_scalar", family.query_scalar, float)) ** 0.5
     return ModelShape(
         family=name,
         vocab_size=count("vocab_size"),
@@ -221,8 +221,8 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_epsilon=_number(raw, origin, "rms_norm_eps", 1e-6, float),
-        max_positions=_max_positions(raw, origin),
+        norm_epsilon=_parse_number(raw, origin, "rms_norm_eps", 1e-6, float),
+        max_positions=_parse_max_positions(raw, origin),
         tied_head=family.tied_head if tied is None else bool(tied),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=attention_bias and family.qkv_bias is None,
@@ -233,22 +233,22 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
         activation=family.activation,
         embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
         query_gain=gain,
-        **_rotation(raw, family, origin),
-        **_windows(raw, family, num_layers, origin),
-        **(_experts(raw, origin) if family.experts else {}),
+        **_parse_rotary_settings(raw, family, origin),
+        **_parse_windows(raw, family, num_layers, origin),
+        **(_parse_experts(raw, origin) if family.experts else {}),
     )
 
 
-def _max_positions(raw: dict[str, Any], origin: str) -> int:
+def _parse_max_positions(raw: dict[str, Any], origin: str) -> int:
     if raw.get("max_position_embeddings") is None:  # files of older transformers may leave it out
         raise UserError(
             f"{origin}: max_position_embeddings is missing",
             "add it: the longest text in tokens that the model was trained for, which its model card names",
         )
-    return int(_number(raw, origin, "max_position_embeddings"))
+    return int(_parse_number(raw, origin, "max_position_embeddings"))
 
 
-def _windows(raw: dict[str, Any], family: Family, num_layers: int, origin: str) -> dict[str, Any]:
+def _parse_windows(raw: dict[str, Any], family: Family, num_layers: int, origin: str) -> dict[str, Any]:
     """The sliding window, and which layers have it, by the same rules as transformers."""
     window = raw.get("sliding_window", family.default_window)
     kinds = raw.get("layer_types") if family.windows in ("upper", "pattern") else None
@@ -256,8 +256,8 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int, origin: str) 
     if window is None or is_off:
         kinds = [_FULL] * num_layers
     elif kinds is None:
-        first = _number(raw, origin, "max_window_layers", 28, minimum=0) if family.windows == "upper" else 0
-        every = _number(raw, origin, "sliding_window_pattern", 6) if family.windows == "pattern" else 0
+        first = _parse_number(raw, origin, "max_window_layers", 28, minimum=0) if family.windows == "upper" else 0
+        every = _parse_number(raw, origin, "sliding_window_pattern", 6) if family.windows == "pattern" else 0
         full = [layer < first or (every > 0 and (layer + 1) % every == 0) for layer in range(num_layers)]
         kinds = [_FULL if each else _LOCAL for each in full]
     if raw.get("layer_types") not in (None, kinds):  # transformers does not read it here
@@ -270,10 +270,10 @@ def _windows(raw: dict[str, Any], family: Family, num_layers: int, origin: str) 
     local = tuple(kind == _LOCAL for kind in kinds)
     if not any(local):
         return {}
-    return {"window": _number(raw, origin, "sliding_window", family.default_window), "local_layers": local}
+    return {"window": _parse_number(raw, origin, "sliding_window", family.default_window), "local_layers": local}
 
 
-def _experts(raw: dict[str, Any], origin: str) -> dict[str, Any]:
+def _parse_experts(raw: dict[str, Any], origin: str) -> dict[str, Any]:
     """The sizes of a mixture of experts; all layers have one."""
     if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
         raise UserError(
@@ -282,18 +282,20 @@ def _experts(raw: dict[str, Any], origin: str) -> dict[str, Any]:
             "use a model whose layers all have experts",
         )
     named = "num_local_experts" if raw.get("num_local_experts") else "num_experts"  # transformers 5 writes the former
-    num_experts, chosen = _number(raw, origin, named), _number(raw, origin, "num_experts_per_tok")
+    num_experts, chosen = _parse_number(raw, origin, named), _parse_number(raw, origin, "num_experts_per_tok")
     if chosen > num_experts:
         raise UserError(f"{origin}: num_experts_per_tok = {chosen} of {named} = {num_experts}", TAKE_CONFIG)
     return {
         "num_experts": num_experts,
         "experts_per_token": chosen,
-        "expert_size": _number(raw, origin, "moe_intermediate_size"),
+        "expert_size": _parse_number(raw, origin, "moe_intermediate_size"),
         "norm_expert_weights": bool(raw.get("norm_topk_prob")),
     }
 
 
-def _number(raw: dict[str, Any], origin: str, key: str, default: Any = None, kind: type = int, minimum: int = 1) -> Any:
+def _parse_number(
+    raw: dict[str, Any], origin: str, key: str, default: Any = None, kind: type = int, minimum: int = 1
+) -> Any:
     value = default if raw.get(key) is None else raw[key]
     if value is None:
         raise UserError(f"{origin}: {key} is missing", TAKE_CONFIG)
@@ -335,7 +337,7 @@ def _has_null_head_dim(raw: dict[str, Any]) -> bool:
     return raw["model_type"] in ("qwen2", "qwen3_moe") and raw.get("head_dim", 0) is None
 
 
-def _rotation(raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any]:
+def _parse_rotary_settings(raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any]:
     """Base and scaling, by the rules of transformers: in ``rope_parameters``, or apart in older files."""
     older, newer = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
     for given in (older, newer):
@@ -351,22 +353,22 @@ def _rotation(raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any
         raise UserError(f"{origin}: rope_scaling = {older!r:.80} has no rope_type", TAKE_CONFIG)
     are_both = is_split and raw.get("rope_scaling") is not None and raw.get("rope_parameters") is not None
     newer, local = (newer.get(kind) or {} for kind in (_FULL, _LOCAL)) if is_split else (newer, {})
-    given = [_rotary_parameters(each, raw, family, origin) for each in (older, newer) if each]
+    given = [_parse_rotary_parameters(each, raw, family, origin) for each in (older, newer) if each]
     if are_both or (len(given) == 2 and given[0] != given[1]):
         raise UserError(
             f"{origin}: rope_scaling beside other rope_parameters is not supported", "use a model without it"
         )
-    full = given[0] if given else _rotary_parameters({}, raw, family, origin)
+    full = given[0] if given else _parse_rotary_parameters({}, raw, family, origin)
     found = {"rope_theta": full.pop("rope_theta"), "rope_scaling": None if full["rope_type"] == "default" else full}
     if is_split:
         theirs = {"rope_theta": raw.get("rope_local_base_freq", family.local_theta)}
-        if (turning := _rotary_parameters(local, theirs, family, origin))["rope_type"] != "default":
+        if (turning := _parse_rotary_parameters(local, theirs, family, origin))["rope_type"] != "default":
             raise UserError(f"{origin}: a rope_type for layers with a window is not supported", "use 'default'")
         found["local_theta"] = turning["rope_theta"]
     return found
 
 
-def _rotary_parameters(given: Any, raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any]:
+def _parse_rotary_parameters(given: Any, raw: dict[str, Any], family: Family, origin: str) -> dict[str, Any]:
     """The parameters of one rotary embedding under their names in ``rope_parameters``, of a type that is supported."""
     if not isinstance(given, dict):
         raise UserError(f"{origin}: rope_parameters = {given!r:.80} is no object", TAKE_CONFIG)
@@ -376,7 +378,7 @@ def _rotary_parameters(given: Any, raw: dict[str, Any], family: Family, origin: 
     if given.get("partial_rotary_factor") not in (None, 1):
         raise UserError(f"{origin}: partial_rotary_factor is not supported", "use a model without it")
     keys = {"linear": ("factor",), "llama3": _LLAMA3}.get(kind, ())
-    numbers = {key: _number(given, origin, key, kind=float) for key in keys}
+    numbers = {key: _parse_number(given, origin, key, kind=float) for key in keys}
     theta = {"rope_theta": given.get("rope_theta", raw.get("rope_theta", family.theta))}
     if kind == "llama3":
         low, high, original = (numbers[key] for key in _LLAMA3[1:])
@@ -387,5 +389,5 @@ def _rotary_parameters(given: Any, raw: dict[str, Any], family: Family, origin: 
     return {
         "rope_type": kind,
         **{key: given[key] for key in keys},
-        "rope_theta": _number(theta, origin, "rope_theta", kind=float),
+        "rope_theta": _parse_number(theta, origin, "rope_theta", kind=float),
     }

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tlt_hpc.models.linear import Linear
-from tlt_hpc.models.shape import ModelShape, part_of
+from tlt_hpc.models.shape import ModelShape, shape_per_rank
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Sharding:
     all_reduce: Callable[[Tensor], Tensor] = lambda x: x
     """The sum of all ranks' tensors, in place or not, and the same bits on all: they sample for themselves."""
 
-    def part(self, shape: ModelShape) -> ModelShape:
+    def shape_of_rank(self, shape: ModelShape) -> ModelShape:
         """The sizes of what this rank computes of a model that ``check_sharding`` let pass."""
-        return part_of(shape, self.size)
+        return shape_per_rank(shape, self.size)
 
     def heads(self, shape: ModelShape) -> slice:
         """This rank's query heads."""
@@ -43,7 +43,7 @@ class Sharding:
         first = self.index * shape.num_kv_heads // self.size
         return slice(first, first + 1)
 
-    def inner(self, shape: ModelShape) -> slice:
+    def inner_range(self, shape: ModelShape) -> slice:
         """This rank's part of the inner width of the MLP, or of each expert."""
         return self._share(shape.expert_size or shape.intermediate_size)
 
@@ -86,9 +86,9 @@ class SummedLinear(Linear):
         super().detach_()
         self._product = type(self._product)(self.weight)
 
-    def pack(self) -> None:
+    def pack_weights(self) -> None:
         """Derive the copy that this rank's product reads; call after each load."""
-        self._product.pack()
+        self._product.pack_weights()
 
     @property
     def packed_bytes(self) -> int:
@@ -100,7 +100,7 @@ class SummedLinear(Linear):
         summed = self._all_reduce(self._product(x))
         return summed if self.bias is None else summed.add_(self.bias)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def forward_plus_residual(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [T, N] + the sum over ranks for x [T, K / size] -> [T, N]; every rank of the replica calls it."""
         return self(x).add_(residual)
 
@@ -143,11 +143,11 @@ class SequenceGroup:
         padding = tokens.new_zeros(missing), torch.arange(missing, device=positions.device, dtype=positions.dtype)
         return torch.cat([tokens, padding[0]]), torch.cat([positions, padding[1]]), (*lengths, missing)
 
-    def slice(self, values: Tensor) -> Tensor:
+    def own_slice(self, values: Tensor) -> Tensor:
         """This rank's part [S, ...] of values [T, ...]."""
         return values.chunk(self.size)[self.rank]
 
-    def places(self, where: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def places_in_own_slice(self, where: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The places among ``where`` [R] in this rank's slice, counted from its start, and their indices in ``where``.
 
         Args:
@@ -175,7 +175,7 @@ class SequenceGroup:
         exchanged: Tensor = _Exchange.apply(x, self.group, self.size, False)  # type: ignore[no-untyped-call]
         return exchanged
 
-    def total(self, values: Tensor) -> Tensor:
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
         """The sum of all ranks' values [N], of whose gradient each takes that of its own values."""
         return self.gather_whole(values, torch.arange(len(values), device=values.device), len(values))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tlt_hpc.common.files import DamagedText, decoded, os_error_text, parse_object, read_bytes
+from tlt_hpc.common.files import DamagedText, decode_utf8, os_error_text, parse_json_object, read_bytes
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
 
@@ -35,7 +35,7 @@ def find_model(path: str) -> Path:
     Raises:
         ValueError: there is no such folder.
     """
-    folder = embedded("tiny") if path == EMBEDDED_MODEL else Path(path)
+    folder = package_asset_folder("tiny") if path == EMBEDDED_MODEL else Path(path)
     if not (folder / "config.json").is_file():
         wrong = "has no config.json" if folder.is_dir() else "does not exist"
         raise ValueError(
@@ -51,7 +51,7 @@ def hub_name(folder: Path) -> str:
     return f"{owner}/{folder.name}" if owner else "ORG/NAME"
 
 
-def embedded(name: str) -> Path:
+def package_asset_folder(name: str) -> Path:
     """A folder of the package's own data."""
     return Path(str(resources.files("tlt_hpc") / "models" / "assets" / name))
 
@@ -133,11 +133,11 @@ def read_chat_format(folder: Path) -> ChatFormat:
     file = folder / "chat_template.jinja"  # of newer folders; it goes before the configuration's
     template = read_text(file) if file.is_file() else settings.get("chat_template")
     if isinstance(template, list):
-        template = _default_of(template, folder)
+        template = _default_chat_template(template, folder)
     return ChatFormat(template or "", tuple(_named_tokens(settings)))
 
 
-def _default_of(templates: list[Mapping[str, str]], folder: Path) -> str:
+def _default_chat_template(templates: list[Mapping[str, str]], folder: Path) -> str:
     by_name = {entry["name"]: entry["template"] for entry in templates}
     if "default" not in by_name:
         raise UserError(
@@ -158,7 +158,7 @@ def read_text(path: Path) -> str:
         UserError: it cannot be read, or is not UTF-8.
     """
     try:
-        return decoded(read_bytes(path, _MOST_BYTES))
+        return decode_utf8(read_bytes(path, _MOST_BYTES))
     except OSError as error:
         raise UserError(os_error_text(error)) from None
     except DamagedText as error:
@@ -173,6 +173,6 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     text = read_text(path)
     try:
-        return parse_object(text.encode())
+        return parse_json_object(text.encode())
     except DamagedText as error:
         raise UserError(f"{path} is no JSON object ({error}); download it again") from None

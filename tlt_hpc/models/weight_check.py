@@ -17,7 +17,7 @@ from tlt_hpc.models.weight_files import (
     EMBEDDING,
     StoredTensor,
     expert_places,
-    is_expert,
+    is_fused_expert_name,
     read_headers,
     torch_files,
 )
@@ -86,13 +86,13 @@ def check_sizes(stored: Mapping[str, Sequence[int]], shape: ModelShape, origin: 
     """
     wanted, found = weight_sizes(shape), dict[str, tuple[int, ...]]()
     for name, sizes in stored.items():
-        if is_expert(name) and len(sizes) == 3:  # one for all experts, as transformers has them in memory
+        if is_fused_expert_name(name) and len(sizes) == 3:  # one for all experts, as transformers has them in memory
             found.update((own, size) for own, (_, size) in expert_places(name, sizes).items())
         else:
             found[name] = tuple(sizes)
     for name in found:
         if name not in wanted and not (name == HEAD and shape.tied_head):
-            why, remedy = _reason(name, wanted, shape)
+            why, remedy = _mismatch_reason(name, wanted, shape)
             raise UserError(f"{origin}: {name!r} is no weight of this model of type {shape.family} ({why})", remedy)
     if HEAD in wanted.keys() - found.keys():
         raise UserError(
@@ -144,7 +144,7 @@ def _layer_sizes(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "mlp.gate.weight", (s.num_experts, h)
 
 
-def _reason(name: str, wanted: Mapping[str, object], shape: ModelShape) -> tuple[str, str]:
+def _mismatch_reason(name: str, wanted: Mapping[str, object], shape: ModelShape) -> tuple[str, str]:
     """Why a file may hold a name that the model has not, and the remedy."""
     for pattern, why, remedy in _REASONS:
         if re.search(pattern, name):

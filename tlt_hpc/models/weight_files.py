@@ -15,14 +15,14 @@ from safetensors import SafetensorError, safe_open
 from tlt_hpc.common.files import sampled_digest
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
 from tlt_hpc.models.shape import ModelShape
-from tlt_hpc.models.tokenizer import embedded, read_json
+from tlt_hpc.models.tokenizer import package_asset_folder, read_json
 
 INDEX = "model.safetensors.index.json"
 _TORCH_FILE_ERRORS = ("unable to open file", "unable to mmap", "Error closing file")
 UNREADABLE = "start again once its disk works, or download it again"
 _MOST_MAPPED, _MAPPED_A_FILE = 2**30, 2**26
-"""Bytes that ``reading_files`` reads until it opens its files again: what was read stays mapped until then. At ZeRO
-stage 3 each of a checkpoint's hundreds of files has a piece of every tensor, so more is read of more files."""
+"""Bytes that ``opening_tensor_reader`` reads until it opens its files again: what was read stays mapped until then. At
+ZeRO stage 3 each of a checkpoint's hundreds of files has a piece of every tensor, so more is read of more files."""
 SINGLE, TORCH_FILE = "model.safetensors", "pytorch_model.bin"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The files that peft loads adapters from."""
@@ -50,12 +50,12 @@ def open_safetensors(file: Path, remedy: str, framework: Literal["pt", "numpy"] 
     Raises:
         UserError: it cannot be read, or is not whole; ends with ``remedy``.
     """
-    with naming_file(file, remedy), safe_open(file, framework=framework) as reader:
+    with naming_file_in_errors(file, remedy), safe_open(file, framework=framework) as reader:
         yield reader
 
 
 @contextmanager
-def naming_file(file: Path, remedy: str) -> Iterator[None]:
+def naming_file_in_errors(file: Path, remedy: str) -> Iterator[None]:
     """Name a safetensors file where the library cannot read it.
 
     Raises:
@@ -66,11 +66,11 @@ def naming_file(file: Path, remedy: str) -> Iterator[None]:
     except SafetensorError as error:
         raise UserError(f"{file} is no whole safetensors file ({error}); {remedy}") from None
     except (OSError, RuntimeError) as error:
-        raise UserError(f"cannot read {file}: {refusal(error)}; {remedy}") from None
+        raise UserError(f"cannot read {file}: {refusal_reason(error)}; {remedy}") from None
 
 
 @contextmanager
-def reading_files(remedy: str) -> Iterator[Callable[[Path, str], Any]]:
+def opening_tensor_reader(remedy: str) -> Iterator[Callable[[Path, str], Any]]:
     """A function that reads one tensor of a safetensors file; files stay open until the end.
 
     On a shared file system, to open a file for each of hundreds of tensors would take longer than to read them.
@@ -83,7 +83,7 @@ def reading_files(remedy: str) -> Iterator[Callable[[Path, str], Any]]:
 
     def read(file: Path, name: str) -> Any:
         nonlocal mapped
-        with naming_file(file, remedy):
+        with naming_file_in_errors(file, remedy):
             is_full = mapped >= max(_MOST_MAPPED, len(readers) * _MAPPED_A_FILE)
             if is_full or (file not in readers and len(readers) >= most):
                 readers.clear()
@@ -100,7 +100,7 @@ def reading_files(remedy: str) -> Iterator[Callable[[Path, str], Any]]:
         readers.clear()
 
 
-def refusal(error: OSError | RuntimeError) -> str:
+def refusal_reason(error: OSError | RuntimeError) -> str:
     """The system's reason for refusing a file, from an error of torch or safetensors.
 
     Raises:
@@ -154,7 +154,7 @@ def find_drafter(place: str, asked: str) -> Path:
     Raises:
         ValueError: there is none; ``asked`` is how the user named it.
     """
-    path = (embedded("tiny_drafter") if place == EMBEDDED_MODEL else Path(place)) / DRAFTER_FILE
+    path = (package_asset_folder("tiny_drafter") if place == EMBEDDED_MODEL else Path(place)) / DRAFTER_FILE
     if not path.is_file():
         raise ValueError(f"{asked}: no {DRAFTER_FILE} there; {TAKE_DRAFTER}")
     return path
@@ -260,21 +260,21 @@ class Place(NamedTuple):
     part: int
     num_parts: int
 
-    def take(self, tensor: Tensor) -> Tensor:
+    def view_in(self, tensor: Tensor) -> Tensor:
         """A view of the weight [N / num_parts, K] in the tensor of all experts [E, N, K]."""
         return tensor[self.number].chunk(self.num_parts)[self.part]
 
 
-def is_expert(name: str) -> bool:
+def is_fused_expert_name(name: str) -> bool:
     """True if the tensor of transformers with this name holds the matrices of all experts."""
     return name.endswith(tuple(_FUSED))
 
 
-def each_expert(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def split_fused_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The weights with a tensor for each expert, views [N / num_parts, K] of those for all [E, N, K]."""
     for name, tensor in weights:
-        if is_expert(name):
-            yield from ((own, place.take(tensor)) for own, (place, _) in expert_places(name, tensor.shape).items())
+        if is_fused_expert_name(name):
+            yield from ((own, place.view_in(tensor)) for own, (place, _) in expert_places(name, tensor.shape).items())
         else:
             yield name, tensor
 

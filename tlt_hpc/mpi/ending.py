@@ -32,7 +32,7 @@ def all_ranks_arrive(seconds: float) -> bool:
     return True
 
 
-def end_within(seconds: float, status: int) -> None:
+def end_process_within(seconds: float, status: int) -> None:
     """End this process after ``seconds``, whatever its libraries wait for at exit."""
     timer = threading.Timer(seconds, lambda: exit_now(status))
     timer.daemon = True

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlt_hpc.cluster.slurm import job_number
-from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.diagnosis import process_state
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, read_record, status_file
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import Count, DamagedText, Moment, read_json
-from tlt_hpc.storage.folder import sync, writing_beside
+from tlt_hpc.storage.folder import atomic_write, sync
 
 QUIET_SECONDS = 12.0
 """No live rank leaves its record unchanged for so long, even on a file system that caches writes."""
@@ -79,7 +79,7 @@ def claim_owner(status: Path, start: str) -> None:
         )
     own = Owner(start, socket.gethostname(), os.getpid(), job, restarts, BEAT.ends_at)
     claim = status / f"owner-{start}"  # two starts that claim at the same moment write different files
-    with writing_beside(claim) as path:
+    with atomic_write(claim) as path:
         path.write_text(json.dumps(asdict(own)), encoding="utf-8")
     claim.replace(status / "owner")
     sync(status)
@@ -105,13 +105,13 @@ def check_owner(status: Path, start: str) -> None:
         )
 
 
-def agree_on_owner(world: World, status: Path, start: str) -> None:
+def check_owner_all_ranks(world: World, status: Path, start: str) -> None:
     """``check_owner`` on rank 0, before any rank writes; collective.
 
     Raises:
         UserError: on all ranks.
     """
-    world.once(lambda: check_owner(status, start))
+    world.run_first_and_broadcast(lambda: check_owner(status, start))
 
 
 def read_running_owner(status: Path) -> str:
@@ -128,12 +128,12 @@ def _is_alive(status: Path, start: str, quiet_seconds: float, max_wait_seconds: 
     Returns False as soon as it has ended, or has left no sign of life for ``quiet_seconds``.
     """
     began = moved = time.monotonic()
-    seen = _last_sign(status, start)
+    seen = _read_last_sign(status, start)
     while seen is not None and time.monotonic() - moved < quiet_seconds:
         if moved > began and time.monotonic() - began >= max_wait_seconds:
             return True
         time.sleep(_LOOK_SECONDS)
-        latest = _last_sign(status, start)
+        latest = _read_last_sign(status, start)
         if latest is not None and latest != seen:
             if start and moved == began:
                 logger.warning(
@@ -144,7 +144,7 @@ def _is_alive(status: Path, start: str, quiet_seconds: float, max_wait_seconds: 
     return False
 
 
-def _last_sign(status: Path, start: str) -> Record | Owner | None:
+def _read_last_sign(status: Path, start: str) -> Record | Owner | None:
     """Rank 0's record of another start that may be alive, or its claim if it has no record yet; else None."""
     owner = read_owner(status)
     try:

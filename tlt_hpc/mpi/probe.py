@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     from tlt_hpc.mpi.world import LaunchError, World
 
     if "--talk" not in arguments:
-        print(json.dumps({"version": MPI.Get_library_version(), "files": loaded_files()}))
+        print(json.dumps({"version": MPI.Get_library_version(), "files": loaded_mpi_libraries()}))
         return 0
     try:
         world = World.connect()
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def loaded_files() -> list[str]:
+def loaded_mpi_libraries() -> list[str]:
     """The MPI libraries that this process has loaded."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if "/" in line}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
 
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.mpi.library import MPI
 
 FIRST_PAUSE_SECONDS = 50e-6
@@ -27,7 +27,7 @@ PROGRESS_SECONDS = 2e-3
 """From one call of the progress thread to the next."""
 
 
-def pauses() -> Iterator[float]:
+def backoff_pauses() -> Iterator[float]:
     """Seconds to sleep between tests of a request: they double up to 4 ms, so that a waiting rank does not spin."""
     seconds = FIRST_PAUSE_SECONDS
     while True:
@@ -35,18 +35,18 @@ def pauses() -> Iterator[float]:
         seconds = min(2 * seconds, MAX_PAUSE_SECONDS)
 
 
-def wait(request: MPI.Request, name: str, scope: str = "world") -> None:
+def wait_for_request(request: MPI.Request, name: str, scope: str = "world") -> None:
     """Wait for a nonblocking operation without spinning; the caller holds its buffers until this returns.
 
     The watch identifies it by its ``name`` and a running number within its ``scope``, whose ranks all wait for it.
     """
-    BEAT.wait_in(name, scope)
+    BEAT.mark_waiting_in(name, scope)
     yields = repeat((1, 0.0), YIELDS)  # sleep(0) lets another rank have the core
-    for num_tests, seconds in chain(yields, zip(repeat(TESTS), pauses(), strict=False)):
+    for num_tests, seconds in chain(yields, zip(repeat(TESTS), backoff_pauses(), strict=False)):
         if any(request.Test() for _ in range(num_tests)):
             break
         time.sleep(seconds)
-    BEAT.go_on()
+    BEAT.mark_working()
 
 
 class ProgressThread:
@@ -83,9 +83,9 @@ class ProgressThread:
             self._active.clear()
             with self._lock:  # the thread may be in the middle of a call
                 pass
-        self.check()
+        self.check_thread_error()
 
-    def check(self) -> None:
+    def check_thread_error(self) -> None:
         """Raise the error that ended the thread, if there is one.
 
         Raises:

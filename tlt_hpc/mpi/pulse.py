@@ -1,7 +1,7 @@
 """The pulse: a repeated nonblocking exchange of every rank's status during a rollout.
 
 One allgather of a small fixed record per rank is pending at any time of a rollout. A rank posts the next round only
-after it has seen the result of the last one, and none after a roster that is ``over``. So all ranks see the same
+after it has seen the result of the last one, and none after a roster that is ``is_over``. So all ranks see the same
 rosters, leave the rollout in the same round with nothing pending, and rounds of two rollouts cannot mix.
 """
 
@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.mpi.library import MPI
-from tlt_hpc.mpi.progress import ProgressThread, pauses
+from tlt_hpc.mpi.progress import ProgressThread, backoff_pauses
 from tlt_hpc.mpi.roster import Roster, State, Status
 
 BUSY_SECONDS = 50e-3
@@ -46,26 +46,26 @@ class Pulse:
         self._request: MPI.Request | None = None
         self._busy_seconds = busy_seconds
         self._next_look = 0.0
-        self._pauses = pauses()
+        self._pauses = backoff_pauses()
         self._progress = ProgressThread(self._advance)
         self._thread_status: Status | None = None
         self._reported_over = True
         self._roster: Roster | None = None
 
-    def begin(self, epoch: int) -> None:
+    def begin_rollout(self, epoch: int) -> None:
         """Start the rollout ``epoch`` (its step); nothing of an earlier one may be pending."""
         assert self._request is None, "a round of an earlier rollout is pending: poll until its roster is over"
         self._roster = Roster.before_first_round(epoch, self._num_ranks)
         self._reported_over = False
         self._next_look = 0.0
-        self._pauses = pauses()
+        self._pauses = backoff_pauses()
         BEAT.begin_pulse()
 
     def poll(self, status: Status) -> Roster:
         """The newest roster, without blocking; at most one new one per call.
 
         When a round has completed, the next is posted with ``status``, unless the roster is over; after one that is
-        over, ``begin`` comes next. Before the first round completes all ranks are assumed to be BUSY.
+        over, ``begin_rollout`` comes next. Before the first round completes all ranks are assumed to be BUSY.
 
         Raises:
             RuntimeError: the thread behind ``progressing`` has failed.
@@ -79,22 +79,22 @@ class Pulse:
     def poll_now(self, status: Status) -> Roster:
         """As ``poll``, however recently this rank has looked."""
         assert self._roster is not None and not self._reported_over, "poll outside a rollout: call begin first"
-        self._progress.check()
-        self._exchange(self._roster, status)
-        self._reported_over = self._roster.over
+        self._progress.check_thread_error()
+        self._take_and_post_round(self._roster, status)
+        self._reported_over = self._roster.is_over
         if not self._reported_over:
             self._next_look = time.perf_counter() + self._busy_seconds
-        BEAT.polled(self.num_rounds, status.sequences_left, self._reported_over)
+        BEAT.record_pulse_poll(self.num_rounds, status.sequences_left, self._reported_over)
         return self._roster
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True if the rollout is known to be over; cheap, and true as soon as the helper thread has seen it."""
-        return self._roster is not None and self._roster.over
+        return self._roster is not None and self._roster.is_over
 
     def back_off(self) -> None:
         """Sleep for a while, at most 4 ms, before the next poll of a rank that has nothing to do."""
-        BEAT.stand_by()
+        BEAT.mark_waiting_for_pulse()
         time.sleep(next(self._pauses))
 
     @contextmanager
@@ -108,10 +108,10 @@ class Pulse:
             RuntimeError: the helper thread has failed.
         """
         self._thread_status = status
-        BEAT.go_on()
+        BEAT.mark_working()
         with self._progress.running():
             yield
-        BEAT.go_on()
+        BEAT.mark_working()
 
     def close(self) -> None:
         """End the helper thread; to be called before MPI finalises."""
@@ -121,9 +121,9 @@ class Pulse:
         """One call of the helper thread, while the main thread is in its long call."""
         self._comm.Iprobe()  # lets all pending operations progress, also those of others, such as a merge
         if self._thread_status is not None and self._roster is not None:
-            self._exchange(self._roster, self._thread_status)
+            self._take_and_post_round(self._roster, self._thread_status)
 
-    def _exchange(self, roster: Roster, status: Status) -> None:
+    def _take_and_post_round(self, roster: Roster, status: Status) -> None:
         """Take the pending round's roster if it is complete, and post the next round unless the rollout is over."""
         if self._request is not None:
             if not self._request.Test():
@@ -133,9 +133,9 @@ class Pulse:
             records, expected = self._received.copy(), (roster.epoch, roster.round + 1)
             assert (records[:, :2] == expected).all(), f"records of epoch and round {expected}: {records[:, :2]}"
             roster = self._roster = Roster(*expected, records[:, 2:])
-            if roster.over:
+            if roster.is_over:
                 self._next_look, self.released_at = 0.0, time.perf_counter()
-        if not roster.over:
+        if not roster.is_over:
             self._post(roster, status)
 
     def _post(self, roster: Roster, status: Status) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tlt_hpc.config import ConfigError
 from tlt_hpc.mpi.library import MPI
-from tlt_hpc.mpi.progress import wait
+from tlt_hpc.mpi.progress import wait_for_request
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
@@ -36,19 +36,19 @@ class Replica:
         self.number, self.index = divmod(world.rank, size)
         self._comm: MPI.Comm | None = None
         if size > 1:
-            everyone = world.private_comm()
+            everyone = world.duplicate_comm()
             self._comm = everyone.Split(self.number, self.index)
             everyone.Free()
 
-    def takes(self, unit: int) -> bool:
+    def generates_unit(self, unit: int) -> bool:
         """True if this replica generates the responses of a unit."""
         return unit % self.count == self.number
 
-    def keeps(self, unit: int) -> bool:
+    def trains_on_unit(self, unit: int) -> bool:
         """True if this rank scores, logs and trains on the responses that its replica generates for a unit."""
         return unit // self.count % self.size == self.index
 
-    def agree(self, number: int) -> int:
+    def broadcast_from_first_rank(self, number: int) -> int:
         """The first rank's ``number``; collective over the replica.
 
         Raises:
@@ -58,7 +58,7 @@ class Replica:
             return number
         mark = self.mark()
         told = np.array([number, mark, self.is_over], np.int64)
-        wait(self._comm.Ibcast(told, 0), "agreement of a replica", scope="replica")
+        wait_for_request(self._comm.Ibcast(told, 0), "agreement of a replica", scope="replica")
         self.heard = bool(told[2])
         if int(told[1]) != mark:
             raise RuntimeError(
@@ -82,27 +82,27 @@ class ReplicaPulse(Pulse):
         self._seen: Roster | None = None
         self._last_running: Roster | None = None
 
-    def begin(self, epoch: int) -> None:
-        """Start the rollout ``epoch``, as ``Pulse.begin``, with no news of an earlier one."""
-        super().begin(epoch)
+    def begin_rollout(self, epoch: int) -> None:
+        """Start the rollout ``epoch``, as ``Pulse.begin_rollout``, with no news of an earlier one."""
+        super().begin_rollout(epoch)
         self._seen = self._last_running = Roster.before_first_round(epoch, self._num_ranks)
         self._replica.is_over, self._replica.heard = False, None
 
     def poll(self, status: Status) -> Roster:
         """As ``Pulse.poll``; collective over the replica while it is BUSY or AHEAD."""
         assert self._seen is not None and self._last_running is not None, "poll outside a rollout: call begin first"
-        roster = self._seen if self._seen.over else super().poll(status)
-        is_leaving = self._replica.is_over = roster.over
+        roster = self._seen if self._seen.is_over else super().poll(status)
+        is_leaving = self._replica.is_over = roster.is_over
         if status.state in (State.BUSY, State.AHEAD):
             if self._replica.heard is None:
-                self._replica.agree(0)
+                self._replica.broadcast_from_first_rank(0)
             is_leaving = bool(self._replica.heard)
-            while is_leaving and not roster.over:  # the first rank's roster is on its way to this one
+            while is_leaving and not roster.is_over:  # the first rank's roster is on its way to this one
                 self.back_off()
                 roster = self.poll_now(status)
         self._replica.heard = None
         self._seen = roster
-        if not roster.over:
+        if not roster.is_over:
             self._last_running = roster
         return roster if is_leaving else self._last_running
 
@@ -111,7 +111,7 @@ class ReplicaPulse(Pulse):
         super()._post(roster, alone)
 
 
-def check_nodes(hostnames: Sequence[str], size: int) -> None:
+def check_replicas_per_node(hostnames: Sequence[str], size: int) -> None:
     """Refuse replicas of ``size`` ranks over several nodes, given every rank's host: each pass would cross the network.
 
     Raises:

@@ -69,14 +69,14 @@ class Roster:
         return int(np.count_nonzero(self.records[:, 0] == State.BUSY))
 
     @cached_property
-    def stopping(self) -> bool:
+    def has_stop_vote(self) -> bool:
         """True if any rank votes to stop."""
         return bool(self.records[:, 4].any())
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True if the rollout ends with this round: no rank is BUSY, or some rank votes to stop."""
-        return self.num_busy == 0 or self.stopping
+        return self.num_busy == 0 or self.has_stop_vote
 
     def others_still_generate(self, rank: int) -> bool:
         """True if ``rank``, which has finished, should train: another rank still generates.
@@ -85,4 +85,4 @@ class Roster:
         end, and training is not worth it.
         """
         unreported = bool(self.records[rank, 0] == State.BUSY)
-        return not self.stopping and self.num_busy > unreported
+        return not self.has_stop_vote and self.num_busy > unreported

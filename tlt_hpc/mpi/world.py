@@ -21,12 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop, StopFlag
-from tlt_hpc.cluster.watch.beat import BEAT, Member
+from tlt_hpc.cluster.watch.rank_progress import BEAT, Member
 from tlt_hpc.common.files import os_error_text
-from tlt_hpc.common.words import count
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi.library import MPI, remove_shared_memory_names
-from tlt_hpc.mpi.progress import wait
+from tlt_hpc.mpi.progress import wait_for_request
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class NodeGroup:
         """
         payload = bytearray(pickle.dumps(item, pickle.HIGHEST_PROTOCOL)) if self.rank == root else bytearray()
         length = np.array([len(payload)], np.int64)
-        wait(self._comm.Ibcast(length, root), "broadcast", self._scope)
+        wait_for_request(self._comm.Ibcast(length, root), "broadcast", self._scope)
         payload = payload or bytearray(int(length[0]))
         self.broadcast_bytes(np.frombuffer(payload, np.uint8), root)
         return item if self.rank == root else unpickle(payload)  # type: ignore[no-any-return]
@@ -64,23 +64,23 @@ class NodeGroup:
     def broadcast_bytes(self, values: NDArray[np.uint8], root: int = 0) -> None:
         """Write rank ``root``'s bytes [N] into the others' of the same size."""
         for start in range(0, values.size, BLOCK_BYTES):
-            wait(self._comm.Ibcast(values[start : start + BLOCK_BYTES], root), "broadcast", self._scope)
+            wait_for_request(self._comm.Ibcast(values[start : start + BLOCK_BYTES], root), "broadcast", self._scope)
 
-    def once(self, work: Callable[[], T]) -> T:
+    def run_first_and_broadcast(self, work: Callable[[], T]) -> T:
         """The result (picklable) of ``work``, run on the first rank and given to all; its failure too.
 
         Raises:
-            UserError: on all ranks, if the first raised a UserError (see ``to_send``) or an OSError; if it raised
-                another ValueError, on the others.
+            UserError: on all ranks, if the first raised a UserError (see ``as_sendable_error``) or an OSError; if it
+                raised another ValueError, on the others.
         """
         outcome: tuple[UserError | None, Any] = None, None
         if self.rank == 0:
             try:
                 outcome = None, work()
             except (ValueError, OSError) as error:
-                self.broadcast((to_send(error), None))
+                self.broadcast((as_sendable_error(error), None))
                 if isinstance(error, OSError):
-                    raise to_send(error) from error
+                    raise as_sendable_error(error) from error
                 raise
         failure, result = self.broadcast(outcome)
         if failure is not None:
@@ -100,7 +100,7 @@ def unpickle(payload: bytes | bytearray | memoryview) -> Any:
         raise ConnectionResetError(f"Connection reset by peer: a rank has ended while it sent ({error})") from None
 
 
-def to_send(error: ValueError | OSError) -> UserError:
+def as_sendable_error(error: ValueError | OSError) -> UserError:
     """An error as it is raised on the other ranks: of its own class if that is a UserError made from its text alone."""
     if isinstance(error, UserError) and type(error).__init__ is UserError.__init__:
         return type(error)(*error.args)
@@ -129,7 +129,7 @@ class PendingSum:
     def wait(self) -> NDArray[Any]:
         """The sum, of the shape and dtype of what was given; sleeps until it is there. May be called again."""
         for request in self.requests:
-            wait(request, "sum")
+            wait_for_request(request, "sum")
         self.pending.discard(self)
         return self.received
 
@@ -147,11 +147,11 @@ class World(NodeGroup):
         self.flag = flag or StopFlag()
         self._pending_sums: set[PendingSum] = set()
         self.stages: dict[str, float] = {}
-        """What ``say`` has been told, with the time of each in seconds since the epoch."""
+        """What ``print_once`` has been told, with the time of each in seconds since the epoch."""
         self.placement: tuple[str, ...] = ()
         """Where the ranks run, in lines for the user; on rank 0, once they have been placed (placing.py)."""
         self.hostname: str = socket.gethostname()
-        self.node, self.local_rank = place(self.allgather(self.hostname), self.rank)
+        self.node, self.local_rank = node_and_local_rank(self.allgather(self.hostname), self.rank)
         self.node_group = NodeGroup(self._comm.Split(self.node, self.rank))  # all ranks have joined by now
         if self.local_rank == 0:
             remove_shared_memory_names()
@@ -171,26 +171,26 @@ class World(NodeGroup):
         check_rank_count(MPI.COMM_WORLD.size, os.environ)
         world = cls(MPI.COMM_WORLD, flag)
         told = world.allgather((world.hostname, os.getpid(), BEAT.monitor or uuid4().hex))
-        BEAT.set_member(Member.of(world.rank, told), MPI.COMM_WORLD.Abort)
+        BEAT.set_member(Member.from_ranks(world.rank, told), MPI.COMM_WORLD.Abort)
         return world
 
-    def say(self, words: str, note: str = "") -> None:
+    def print_once(self, words: str, note: str = "") -> None:
         """Have rank 0 print what a start does, each thing once: further runs of this process start quickly."""
         if self.rank == 0 and words not in self.stages:
             print(f"  {words}{note}", flush=True)
         self.stages.setdefault(words, time.time())
 
     @contextmanager
-    def saying(self, words: str, note: str) -> Iterator[None]:
-        """Context of a long action: ``say`` at its start and, if it took long, its seconds at the end."""
+    def printing_duration(self, words: str, note: str) -> Iterator[None]:
+        """Context of a long action: ``print_once`` at its start and, if it took long, its seconds at the end."""
         began = time.monotonic()
-        self.say(words, note)
+        self.print_once(words, note)
         yield
         if self.rank == 0 and (seconds := time.monotonic() - began) >= _LONG_SECONDS:
             print(f"  {words} took {seconds:.0f} s", flush=True)
 
     @property
-    def library(self) -> str:
+    def mpi_version(self) -> str:
         """The version string of the MPI library, in one or more lines."""
         return str(MPI.Get_library_version())
 
@@ -202,36 +202,36 @@ class World(NodeGroup):
         """
         payload = np.frombuffer(pickle.dumps(item, pickle.HIGHEST_PROTOCOL), np.uint8)
         own, lengths = np.array([payload.size], np.int64), np.empty(self.size, np.int64)
-        wait(self._comm.Iallgather(own, lengths), "allgather")
+        wait_for_request(self._comm.Iallgather(own, lengths), "allgather")
         if lengths.sum() > MOST_BYTES:
             return [self.broadcast(item, root) for root in range(self.size)]
         received = np.empty(int(lengths.sum()), np.uint8)
-        wait(self._comm.Iallgatherv(payload, [received, lengths.tolist()]), "allgather")
+        wait_for_request(self._comm.Iallgatherv(payload, [received, lengths.tolist()]), "allgather")
         return [unpickle(each.data) for each in np.split(received, np.cumsum(lengths)[:-1])]
 
     def run_on_all_ranks(self, work: Callable[[], T]) -> T:
         """The result of ``work``, run on every rank; if it fails on one rank, all ranks raise. Collective.
 
         Raises:
-            UserError: on all ranks, where one rank raised a UserError (see ``to_send``) or an OSError; of several
-                failed ranks the lowest one's.
+            UserError: on all ranks, where one rank raised a UserError (see ``as_sendable_error``) or an OSError; of
+                several failed ranks the lowest one's.
         """
         failure = None
         try:
             result = work()
         except (UserError, OSError) as error:
-            failure = to_send(error)
+            failure = as_sendable_error(error)
         for each in self.allgather(failure):
             if each is not None:
                 raise each
         return result
 
-    def sum(self, array: NDArray[Any]) -> NDArray[Any]:
+    def sum_over_ranks(self, array: NDArray[Any]) -> NDArray[Any]:
         """The elementwise sum of all ranks' arrays (float32, float64 or int64, equal shapes), the same bits on all."""
         return self.start_sum(array).wait()
 
     def start_sum(self, array: NDArray[Any]) -> PendingSum:
-        """Begin ``sum`` of a copy of ``array``, of any shape, and return at once."""
+        """Begin ``sum_over_ranks`` of a copy of ``array``, of any shape, and return at once."""
         sent = np.array(array, order="C", copy=True)
         received = np.empty_like(sent)
         block = max(1, MOST_BYTES // sent.itemsize)
@@ -245,9 +245,9 @@ class World(NodeGroup):
 
     def barrier(self) -> None:
         """Sleep until every rank has called this."""
-        wait(self._comm.Ibarrier(), "barrier")
+        wait_for_request(self._comm.Ibarrier(), "barrier")
 
-    def private_comm(self) -> MPI.Comm:
+    def duplicate_comm(self) -> MPI.Comm:
         """A duplicate of the world's communicator for one owner alone; collective."""
         return _duplicate(self._comm)
 
@@ -256,7 +256,7 @@ class World(NodeGroup):
         """True if this rank was asked to stop, or all have agreed to."""
         return self.flag.kind is not Stop.NONE
 
-    def first_stop_reason(self) -> str:
+    def gather_first_stop_reason(self) -> str:
         """The stop reason of the lowest rank that has one, the same on all ranks; collective."""
         return next(filter(None, self.allgather(self.flag.reason)), "")
 
@@ -275,17 +275,17 @@ class World(NodeGroup):
 
     def answer_signals(self) -> None:
         """Have SIGTERM, SIGINT and SIGUSR2 set the stop flag, which is voted on, instead of ending the rank."""
-        self.flag.install()
+        self.flag.install_signal_handlers()
         self.flag.is_answered = True
 
-    def leave(self) -> None:
+    def finalize_mpi_all_ranks(self) -> None:
         """Have all ranks end together, and MPI with them, so that each rank exits with its own status; collective."""
-        self.flag.leave()
+        self.flag.ignore_time_limit_signal()
         self.barrier()
         MPI.Finalize()
 
 
-def place(hostnames: Sequence[str], rank: int) -> tuple[int, int]:
+def node_and_local_rank(hostnames: Sequence[str], rank: int) -> tuple[int, int]:
     """(node, local rank) of ``rank``, given every rank's host name: nodes in order of first appearance."""
     own = hostnames[rank]
     return list(dict.fromkeys(hostnames)).index(own), list(hostnames[:rank]).count(own)
@@ -314,7 +314,7 @@ def check_rank_count(size: int, environment: Mapping[str, str]) -> None:
     asked = environment.get(variable, str(size))
     if asked != str(size):
         raise LaunchError(
-            f"MPI sees {count(size, 'rank')} where {variable}={asked}: the launcher does not belong to this MPI "
+            f"MPI sees {format_count(size, 'rank')} where {variable}={asked}: the launcher does not belong to this MPI "
             "library, or there was none; under Slurm start with `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open "
             f"MPI), elsewhere with the mpiexec of this environment, or set TLT_RANKS={size} if that number is meant"
         )
@@ -322,5 +322,5 @@ def check_rank_count(size: int, environment: Mapping[str, str]) -> None:
 
 def _duplicate(comm: MPI.Comm) -> MPI.Comm:
     duplicate, request = comm.Idup()
-    wait(request, "duplication of a communicator")
+    wait_for_request(request, "duplication of a communicator")
     return duplicate

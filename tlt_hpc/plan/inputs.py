@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
+from tlt_hpc.common.formatting import format_count, format_spans
 from tlt_hpc.common.records import ChatFormat, Prompt
-from tlt_hpc.common.words import count, spans_of
 from tlt_hpc.config import (
     Config,
     ConfigError,
@@ -26,15 +26,15 @@ from tlt_hpc.config import (
     check_sequence_parallel,
     to_toml,
 )
-from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, open_sets
+from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt_tokens, longest_response_tokens, open_sets
 from tlt_hpc.data.prompts import PromptSource, SharedPrompts, open_prompts
-from tlt_hpc.models.shape import DRAFTER_SHARDING, ModelShape, check_layers, check_sharding, read_shape
+from tlt_hpc.models.shape import DRAFTER_SHARDING, ModelShape, check_eagle3_layers, check_sharding, read_shape
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format, tokens_without_text
 from tlt_hpc.models.weight_check import check_weights
 from tlt_hpc.models.weight_files import end_token_ids, weight_files
 from tlt_hpc.rewards.functions import check_functions
-from tlt_hpc.rewards.judge import check_answer
-from tlt_hpc.rollout.strategy import strategies_of
+from tlt_hpc.rewards.judge import find_prompt_problem
+from tlt_hpc.rollout.strategy import parse_strategies
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import NodeGroup
@@ -55,13 +55,13 @@ class ModelAssets:
     """Those that are never sampled."""
 
     @property
-    def exclusion(self) -> str:
+    def excluded_tokens_text(self) -> str:
         """How many ids are never sampled, and which, the first of them if there are many; empty: all can be."""
         if not self.excluded_token_ids:
             return ""
-        spans, number = spans_of(self.excluded_token_ids), len(self.excluded_token_ids)
+        spans, number = format_spans(self.excluded_token_ids), len(self.excluded_token_ids)
         shown = ", ".join([*spans[:_SHOWN_SPANS], *(["..."] if len(spans) > _SHOWN_SPANS else [])])
-        return f"{number:,} of {count(self.shape.vocab_size, 'id')} never sampled: {shown}"
+        return f"{number:,} of {format_count(self.shape.vocab_size, 'id')} never sampled: {shown}"
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,16 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     if config.lora.rank:
         weight_files(folder)  # adapters are merged into files of this kind
     tokenizer = load_tokenizer(folder)
-    chat = chat_format(config.rollout, folder, shape, tokenizer)
-    prompts = open_prompts(config, tokenizer, chat, partial(check_prompt, config.reward, shape))
-    ends = check_files(folder, shape)
+    chat = read_chat_format_with_stops(config.rollout, folder, shape, tokenizer)
+    prompts = open_prompts(config, tokenizer, chat, partial(find_unanswerable_reason, config.reward, shape))
+    ends = check_weights_read_end_tokens(folder, shape)
     excluded = tokens_without_text(folder, tokenizer, shape.vocab_size, ends)
     return Assets(folder, shape, tokenizer, ends, excluded, prompts)
 
 
-def chat_format(rollout: RolloutSection, folder: Path, shape: ModelShape, tokenizer: Tokenizer) -> ChatFormat:
+def read_chat_format_with_stops(
+    rollout: RolloutSection, folder: Path, shape: ModelShape, tokenizer: Tokenizer
+) -> ChatFormat:
     """How the model's folder has a chat written, with the tokens that end a response, stop strings included.
 
     Raises:
@@ -104,14 +106,14 @@ def chat_format(rollout: RolloutSection, folder: Path, shape: ModelShape, tokeni
     return replace(read_chat_format(folder), end_token_ids=ends)
 
 
-def check_prompt(reward: RewardSection, shape: ModelShape, prompt: Prompt) -> str:
+def find_unanswerable_reason(reward: RewardSection, shape: ModelShape, prompt: Prompt) -> str:
     """Why no response to the prompt can be right; empty: one can.
 
     Raises:
         ValueError: as ``check_tokens``, or the prompt's tests cannot be read.
     """
     check_tokens(shape, prompt)
-    return check_answer(reward, prompt)
+    return find_prompt_problem(reward, prompt)
 
 
 def check_tokens(shape: ModelShape, prompt: Prompt) -> None:
@@ -127,7 +129,7 @@ def check_tokens(shape: ModelShape, prompt: Prompt) -> None:
         )
 
 
-def check_files(folder: Path, shape: ModelShape) -> tuple[int, ...]:
+def check_weights_read_end_tokens(folder: Path, shape: ModelShape) -> tuple[int, ...]:
     """Hold the heads of the files of weights against config.json; returns the ids of the tokens that end a response.
 
     Raises:
@@ -140,7 +142,7 @@ def check_files(folder: Path, shape: ModelShape) -> tuple[int, ...]:
 def read_assets_once(config: Config, num_ranks: int, node: NodeGroup) -> Assets:
     """``read_assets`` on the node's first rank, for all its ranks; that rank also reads the prompts of every step.
 
-    Collective over the node, as the prompts' ``batch`` and ``refill`` are.
+    Collective over the node, as the prompts' ``read_step_prompts`` and ``read_replacement_prompts`` are.
 
     Raises:
         ValueError: as ``read_assets``, on all the node's ranks.
@@ -155,8 +157,8 @@ def read_assets_once(config: Config, num_ranks: int, node: NodeGroup) -> Assets:
         ids = assets.eos_token_ids, assets.excluded_token_ids
         return ModelAssets(assets.folder, assets.shape, assets.tokenizer, *ids)
 
-    given = node.once(read)
-    prompts = SharedPrompts(found[0] if found else None, node.once)
+    given = node.run_first_and_broadcast(read)
+    prompts = SharedPrompts(found[0] if found else None, node.run_first_and_broadcast)
     return Assets(given.folder, given.shape, given.tokenizer, given.eos_token_ids, given.excluded_token_ids, prompts)
 
 
@@ -181,14 +183,14 @@ def open_checked_sets(
         ValueError: as ``open_sets``, or a response of full length would not fit the model.
     """
     check_reward_functions(config.reward)
-    chat = chat_format(config.rollout, folder, shape, tokenizer)
-    sets = open_sets(config, tokenizer, chat, partial(check_prompt, config.reward, shape))
-    total = longest_prompt(sets) + longest_response(config)
+    chat = read_chat_format_with_stops(config.rollout, folder, shape, tokenizer)
+    sets = open_sets(config, tokenizer, chat, partial(find_unanswerable_reason, config.reward, shape))
+    total = longest_prompt_tokens(sets) + longest_response_tokens(config)
     if total > shape.max_positions:
         raise ConfigError(
-            f"the longest prompt's {longest_prompt(sets)} tokens and a response of {longest_response(config)} exceed "
-            f"the model's {shape.max_positions} positions; set evaluation.max_new_tokens = "
-            f"{max(1, shape.max_positions - longest_prompt(sets))} or less"
+            f"the longest prompt's {longest_prompt_tokens(sets)} tokens and a response of "
+            f"{longest_response_tokens(config)} exceed the model's {shape.max_positions} positions; set "
+            f"evaluation.max_new_tokens = {max(1, shape.max_positions - longest_prompt_tokens(sets))} or less"
         )
     return sets
 
@@ -200,19 +202,19 @@ def describe_model(model: ModelSection, assets: ModelAssets) -> list[str]:
         f"model       {model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
         f"{shape.num_parameters / 1e6:.1f} M parameters, {model.dtype}"
     )
-    return [line, f"tokens      {assets.exclusion}"] if assets.exclusion else [line]
+    return [line, f"tokens      {assets.excluded_tokens_text}"] if assets.excluded_tokens_text else [line]
 
 
 def describe(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     """A run in words, as ranks and model determine it beside the configuration; then the configuration as TOML."""
     rollout, parallel = config.rollout, config.rollout.tensor_parallel
     lines = [
-        f"run         {config.folder}: {count(config.run.num_steps, 'step')} on {count(num_ranks, 'rank')}, "
-        f"seed {config.run.seed}",
+        f"run         {config.folder}: {format_count(config.run.num_steps, 'step')} on "
+        f"{format_count(num_ranks, 'rank')}, seed {config.run.seed}",
         *describe_model(config.model, assets),
-        f"rollout     {count(rollout.prompts_per_step, 'prompt')} x {rollout.group_size} samples a step; "
+        f"rollout     {format_count(rollout.prompts_per_step, 'prompt')} x {rollout.group_size} samples a step; "
         f"{config.samples_per_step // num_ranks} samples a rank, {rollout.max_live} at a time",
-        f"replicas    {num_ranks // parallel}, of {count(parallel, 'rank')} each",
+        f"replicas    {num_ranks // parallel}, of {format_count(parallel, 'rank')} each",
     ]
     return "\n".join([*lines, "", to_toml(config)])
 
@@ -228,7 +230,7 @@ def check_shape(config: Config, shape: ModelShape, num_ranks: int) -> None:
     if config.speculation.has_drafter and config.drafter.init == "random":  # a published one has its own width
         check_sharding(replace(shape, num_experts=0), config.rollout.tensor_parallel, DRAFTER_SHARDING)
         if config.drafter.form == "eagle3":
-            check_layers(shape, "drafter.form = 'eagle3'")
+            check_eagle3_layers(shape, "drafter.form = 'eagle3'")
     check_experts(config, shape, config.model.device)
     check_sequence_parallel(config.optimizer, shape.num_heads, shape.num_kv_heads, num_ranks)
 
@@ -264,7 +266,7 @@ def check_strategies(speculation: SpeculationSection) -> None:
     """
     mode, names = speculation.mode, speculation.strategies
     try:
-        arms = strategies_of(mode, names)
+        arms = parse_strategies(mode, names)
     except ValueError as error:
         raise ConfigError(f"speculation.strategies: {error}") from None
     if mode != "plain" and len(arms) == 1:

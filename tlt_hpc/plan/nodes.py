@@ -60,14 +60,14 @@ def check_nodes(world: World, config: Config, check: Callable[[], object] = lamb
         UserError: on all ranks, with the node, both values and the remedy; or with the error of a rank.
     """
     if world.local_rank:
-        return _judge(world, NodeReport(world.hostname, None))
+        return _gather_and_check_reports(world, NodeReport(world.hostname, None))
     error = ""
     try:
         check()
         check_compiler(config.model, os.environ)
     except ValueError as caught:
         error = str(caught)
-    return _judge(world, NodeReport(world.hostname, read_node_facts(config, world), error))
+    return _gather_and_check_reports(world, NodeReport(world.hostname, read_node_facts(config, world), error))
 
 
 def check_compiler(model: ModelSection, environment: Mapping[str, str]) -> None:
@@ -76,7 +76,7 @@ def check_compiler(model: ModelSection, environment: Mapping[str, str]) -> None:
     Raises:
         UserError: with what is missing.
     """
-    uses_gpus = model.device != "cpu" and gpus_in_words(environment) != ABSENT
+    uses_gpus = model.device != "cpu" and describe_gpus(environment) != ABSENT
     if uses_gpus and (missing := missing_for_triton(environment)):
         raise UserError(f"this node has {missing}, which Triton needs for its kernels; {NEEDS_COMPILER}")
 
@@ -100,10 +100,10 @@ def broadcast_error(world: World, error: ValueError) -> None:
     Raises:
         UserError: always, on all ranks, with the error of the first rank that has one.
     """
-    _judge(world, NodeReport(world.hostname, None, str(error)))
+    _gather_and_check_reports(world, NodeReport(world.hostname, None, str(error)))
 
 
-def _judge(world: World, own: NodeReport) -> None:
+def _gather_and_check_reports(world: World, own: NodeReport) -> None:
     records = world.allgather(own)
     refuse_errors(records)
     if difference := find_difference({one.hostname: one.facts for one in records if one.facts is not None}):
@@ -136,13 +136,13 @@ def find_difference(nodes: Mapping[str, NodeFacts]) -> str:
             hosts = [hostname for hostname, value in values.items() if value == odd]
             where = f"node{'s' * (len(hosts) > 1)} {', '.join(hosts[:4])}{' ...' * (len(hosts) > 4)}"
             others = f"{count} other nodes have" if count > 1 else "1 other node has"
-            theirs, ours = _where_they_differ(odd, usual)
+            theirs, ours = _differing_list_entries(odd, usual)
             remedy = _REMEDIES.get(name, _REMEDY)
             return f"{where}: {name} {theirs}, where {others} {ours}; {remedy}"
     return ""
 
 
-def _where_they_differ(one: str, other: str) -> tuple[str, str]:
+def _differing_list_entries(one: str, other: str) -> tuple[str, str]:
     """The entries of two comma-separated lists that are not in both."""
     ones, others = one.split(", "), other.split(", ")
     mine, theirs = ([item for item in items if item not in rest] for items, rest in ((ones, others), (others, ones)))
@@ -155,8 +155,8 @@ def read_node_facts(config: Config, world: World) -> NodeFacts:
         "python": platform.python_version(),
         "packages": ", ".join(f"{name} {installed_version(name) or ABSENT}" for name in _PACKAGES),
         "source": f"tlt_hpc {tlt_hpc.__version__} ({source_digest()})",
-        "mpi": " ".join(world.library.split("\n")[0].split()),
-        "gpus": gpus_in_words(os.environ),
+        "mpi": " ".join(world.mpi_version.split("\n")[0].split()),
+        "gpus": describe_gpus(os.environ),
         "run folder": _text_or_error(lambda: "is there" if Path(config.run.folder).is_dir() else "is not there"),
         "model": _text_or_error(lambda: model_digest(find_model(config.model.path))),
     }
@@ -173,15 +173,15 @@ def model_digest(folder: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def gpus_in_words(environment: Mapping[str, str]) -> str:
+def describe_gpus(environment: Mapping[str, str]) -> str:
     """Number and models of the job's GPUs on this node, from the driver's files and Slurm."""
     files = sorted((_DRIVER / "gpus").glob("*/information"))
-    models = {_model_of(path.read_text(encoding="utf-8")) for path in files}
+    models = {_parse_gpu_model(path.read_text(encoding="utf-8")) for path in files}
     count = environment.get("SLURM_GPUS_ON_NODE") or str(len(files))
     return f"{count} x {' and '.join(sorted(models))}" if models else ABSENT
 
 
-def _model_of(information: str) -> str:
+def _parse_gpu_model(information: str) -> str:
     lines = (line.partition(":") for line in information.splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == "Model"), "GPU")
 

@@ -91,7 +91,7 @@ class Verdict:
         return cls(**{**tree, "reward": float(tree["reward"]), "failure": failure})
 
 
-def accepted_answers(truth: str) -> list[str]:
+def parse_accepted_answers(truth: str) -> list[str]:
     """The answers of a row, each of which is right: those of a JSON list of texts, else the text itself."""
     if truth.startswith('["'):
         try:
@@ -110,7 +110,7 @@ RECEIVED_BYTES = 2**20
 """Read from a socket or pipe at once."""
 
 
-def pack(tree: Any) -> bytes:
+def encode_frame(tree: Any) -> bytes:
     """A document with its length before it."""
     payload = json.dumps(tree).encode()
     return _LENGTH.pack(len(payload)) + payload
@@ -137,7 +137,7 @@ class FrameBuffer:
 
 def write_frame(stream: IO[bytes], tree: Any) -> None:
     """Write a document and flush."""
-    stream.write(pack(tree))
+    stream.write(encode_frame(tree))
     stream.flush()
 
 

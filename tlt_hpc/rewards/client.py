@@ -1,7 +1,7 @@
 """A rank's client of its reward server: sends answers and receives verdicts while the rank does other things.
 
-Nothing but ``wait`` and ``wait_until_ready`` ever waits. A server that dies is started again, and gets again what it
-had not judged; an answer that it dies of twice has reward 0.
+Nothing but ``wait_for_verdicts`` and ``wait_until_ready`` ever waits. A server that dies is started again, and gets
+again what it had not judged; an answer that it dies of twice has reward 0.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tlt_hpc.cluster.launcher import PYTHON
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.config import RewardSection, UserError
-from tlt_hpc.rewards.answer import RECEIVED_BYTES, Answer, Failure, FrameBuffer, Verdict, pack
+from tlt_hpc.rewards.answer import RECEIVED_BYTES, Answer, Failure, FrameBuffer, Verdict, encode_frame
 
 _PASSED = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LD_PRELOAD",
@@ -93,14 +93,14 @@ class RewardClient:
         """
         if self._is_ready and not self._answers and not self._outgoing:
             return
-        self._fill()
+        self._queue_answers_to_send()
         try:
             self._send()
             self._receive()
         except (BrokenPipeError, ConnectionResetError):
             self._restart()
 
-    def wait(self, numbers: Iterable[int]) -> dict[int, Verdict]:
+    def wait_for_verdicts(self, numbers: Iterable[int]) -> dict[int, Verdict]:
         """The verdicts of these answers, waiting for those that are not there yet.
 
         Raises:
@@ -108,29 +108,29 @@ class RewardClient:
         """
         numbers = list(numbers)
         while not all(number in self._verdicts for number in numbers):
-            has_more = bool(self._outgoing) or self._has_room()
+            has_more = bool(self._outgoing) or self._server_has_room()
             self._await_server(select.POLLIN | (select.POLLOUT if has_more else 0))
             self.send_and_receive()
-            self._check_stalled()
+            self._kill_server_if_stalled()
             if self._is_ready:  # one that hangs is replaced, and one that does not start is for the watch
                 BEAT.tick()
         return {number: self._verdicts.pop(number) for number in numbers}
 
-    def take_ready(self) -> dict[int, Verdict]:
+    def take_ready_verdicts(self) -> dict[int, Verdict]:
         """The verdicts that have come, by number; never waits.
 
         Raises:
             UserError: as ``send_and_receive``.
         """
         self.send_and_receive()
-        self._check_stalled()
+        self._kill_server_if_stalled()
         ready, self._verdicts = self._verdicts, {}
         return ready
 
-    def forget(self) -> None:
+    def drop_all_answers(self) -> None:
         """Drop all answers and verdicts; the server ends its workers."""
         if self._answers:
-            self._outgoing += pack({"forget": True})
+            self._outgoing += encode_frame({"forget": True})
         for kept in (self._waiting, self._at_server, self._answers, self._verdicts, self._suspects):
             kept.clear()
 
@@ -155,7 +155,7 @@ class RewardClient:
         self._is_ready = False
         self._heard_at = time.monotonic()
         self._incoming = FrameBuffer()
-        self._outgoing = bytearray(pack(self._settings.model_dump_json()))
+        self._outgoing = bytearray(encode_frame(self._settings.model_dump_json()))
 
     def _await_server(self, events: int) -> None:
         """Wait for one of these events of ``select``, for a second at most."""
@@ -166,7 +166,7 @@ class RewardClient:
     def _restart(self) -> None:
         """Start the server again and resend its answers; an answer that it died of twice, alone, is not tried again."""
         self._socket.close()
-        status = self._end()
+        status = self._wait_for_server_end()
         if not self._is_ready:
             raise UserError(
                 f"the server of rewards ended with status {status} before it was ready; what it said is above: "
@@ -175,13 +175,13 @@ class RewardClient:
         self.num_restarts += 1
         lost = list(self._at_server)
         if len(lost) == 1 and lost[0] in self._suspects:
-            self._settle(lost.pop(), Verdict(0.0, Failure.SERVER, f"the server ended with status {status}"))
+            self._record_verdict(lost.pop(), Verdict(0.0, Failure.SERVER, f"the server ended with status {status}"))
         self._suspects.update(lost)
         self._at_server.clear()
         self._waiting.extendleft(reversed(lost))
         self._start()
 
-    def _end(self) -> int:
+    def _wait_for_server_end(self) -> int:
         """The exit status of a server that has closed its socket."""
         try:
             return self._process.wait(timeout=_ENDING_SECONDS)
@@ -189,7 +189,7 @@ class RewardClient:
             self._process.kill()
             return self._process.wait()
 
-    def _has_room(self) -> bool:
+    def _server_has_room(self) -> bool:
         """True if the server may have one more answer: one at a time while it may die of them."""
         if not self._waiting or not self._is_ready:
             return False
@@ -197,13 +197,13 @@ class RewardClient:
             return not self._at_server
         return len(self._at_server) < _AT_ONCE * self._settings.workers
 
-    def _fill(self) -> None:
-        while len(self._outgoing) < RECEIVED_BYTES and self._has_room():
+    def _queue_answers_to_send(self) -> None:
+        while len(self._outgoing) < RECEIVED_BYTES and self._server_has_room():
             number = self._waiting.popleft()
             if not self._at_server:  # it was silent because it had nothing to judge, for minutes in an update
                 self._heard_at = time.monotonic()
             self._at_server[number] = None
-            self._outgoing += pack({"number": number, "answer": vars(self._answers[number])})
+            self._outgoing += encode_frame({"number": number, "answer": vars(self._answers[number])})
 
     def _send(self) -> None:
         while self._outgoing:
@@ -222,24 +222,24 @@ class RewardClient:
                 raise ConnectionResetError
             self._heard_at = time.monotonic()
             for frame in self._incoming.feed(received):
-                self._take(frame)
+                self._process_frame(frame)
 
-    def _take(self, frame: Mapping[str, Any]) -> None:
+    def _process_frame(self, frame: Mapping[str, Any]) -> None:
         if "error" in frame:
             raise UserError(frame["error"])
         if "ready" in frame:
             self._is_ready = True
             self.sandbox = frame["sandbox"]
         elif frame["number"] in self._answers:  # another has been forgotten
-            self._settle(frame["number"], Verdict.from_json(frame["verdict"]))
+            self._record_verdict(frame["number"], Verdict.from_json(frame["verdict"]))
 
-    def _settle(self, number: int, verdict: Verdict) -> None:
+    def _record_verdict(self, number: int, verdict: Verdict) -> None:
         self._verdicts[number] = verdict
         del self._answers[number]
         self._at_server.pop(number, None)
         self._suspects.discard(number)
 
-    def _check_stalled(self) -> None:
+    def _kill_server_if_stalled(self) -> None:
         silent_seconds = time.monotonic() - self._heard_at
         if self._at_server and silent_seconds > self._settings.wall_seconds + _STALLED_SECONDS:
             self._process.send_signal(signal.SIGKILL)

@@ -64,19 +64,21 @@ def find_answer(text: str, is_finished: bool = True) -> FoundAnswer | None:
     tag that ended by itself it is the line after the last ``####``, else what follows the last "answer is" or "answer:"
     in its sentence, else the last sentence.
     """
-    boxes, is_cut_off = _boxes(text)
+    boxes, is_cut_off = _find_boxes(text)
     if is_cut_off:
         return None
-    tag = _last_tag(text[boxes[-1].end if boxes else 0 :], is_finished)
+    tag = _last_answer_tag_content(text[boxes[-1].end if boxes else 0 :], is_finished)
     if tag is not None:
         sentence = find_answer(tag) if _VERB.search(tag) else None
         return sentence or FoundAnswer(tag)
-    is_draft = bool(boxes) and is_finished and "</think>" in text[boxes[-1].end :] and _SAID.search(conclusion(text))
+    is_draft = (
+        bool(boxes) and is_finished and "</think>" in text[boxes[-1].end :] and _SAID.search(text_after_reasoning(text))
+    )
     if boxes and not is_draft:
-        return FoundAnswer(", ".join(box.content for box in _joined(text, boxes)))
+        return FoundAnswer(", ".join(box.content for box in _last_joined_boxes(text, boxes)))
     if not is_finished:
         return None
-    tail = _DISPLAYED.sub(lambda match: " ".join(match[0].split()), conclusion(text))
+    tail = _DISPLAYED.sub(lambda match: " ".join(match[0].split()), text_after_reasoning(text))
     if "####" in tail:
         line, _, rest = tail.rpartition("####")[2].strip().partition("\n")
         if not rest.strip() or _BARE_NUMBER.fullmatch(line):  # else the heading of a step
@@ -88,13 +90,13 @@ def find_answer(text: str, is_finished: bool = True) -> FoundAnswer | None:
     return FoundAnswer(sentences[-1].strip(), "last") if sentences else None
 
 
-def conclusion(text: str) -> str:
+def text_after_reasoning(text: str) -> str:
     """The end of a response, without its reasoning if that has a tag of its own and something follows it."""
     tail = text[-TAIL_CHARACTERS:].strip().removesuffix("```").rstrip()
     return tail.rpartition("</think>")[2].strip() or tail
 
 
-def answer_in(found: FoundAnswer) -> str:
+def extract_mathematics(found: FoundAnswer) -> str:
     """The mathematics of an answer that words may surround."""
     if found.place == "all":
         return found.text
@@ -119,9 +121,9 @@ def _are_joined(text: str, before: re.Match[str], after: re.Match[str]) -> bool:
     return _AND.fullmatch(text, before.end(), after.start()) is not None
 
 
-def ending_box(text: str) -> str | None:
+def final_box_content(text: str) -> str | None:
     """The content of the box that the response ends with, closing tags and punctuation aside; None if there is none."""
-    boxes, is_cut_off = _boxes(text)
+    boxes, is_cut_off = _find_boxes(text)
     if is_cut_off or not boxes or not _CLOSING.fullmatch(text, boxes[-1].end):
         return None
     return boxes[-1].content
@@ -134,7 +136,7 @@ class _Box:
     content: str
 
 
-def _boxes(text: str) -> tuple[list[_Box], bool]:
+def _find_boxes(text: str) -> tuple[list[_Box], bool]:
     """The complete boxes in the order of their ends, and whether the last one that was opened is cut off.
 
     Of boxes within each other the innermost counts; those that repeat the instruction are left out.
@@ -149,23 +151,23 @@ def _boxes(text: str) -> tuple[list[_Box], bool]:
             opened.append((mark.end(), -1))
         elif mark[0] == "}":
             if opened and (place := opened.pop())[1] >= 0:
-                _add(found, _Box(place[1], mark.end(), text[place[0] : mark.start()].strip()))
+                _add_box_unless_placeholder(found, _Box(place[1], mark.end(), text[place[0] : mark.start()].strip()))
                 last_closed = max(last_closed, place[1])
         elif mark[0].endswith("{") and len(mark[0]) > 2:
             opened.append((mark.end(), mark.start()))
             last_opened = mark.start()
         elif mark[1]:
-            _add(found, _Box(mark.start(), mark.end(), mark[1]))
+            _add_box_unless_placeholder(found, _Box(mark.start(), mark.end(), mark[1]))
     return found, last_opened > last_closed
 
 
-def _add(found: list[_Box], box: _Box) -> None:
+def _add_box_unless_placeholder(found: list[_Box], box: _Box) -> None:
     is_empty = len(box.content) < _MAX_INSTRUCTION and _TO_FILL_IN.fullmatch(box.content)
     if not is_empty and not (found and found[-1].start > box.start):
         found.append(box)
 
 
-def _joined(text: str, boxes: list[_Box]) -> list[_Box]:
+def _last_joined_boxes(text: str, boxes: list[_Box]) -> list[_Box]:
     """The last box with those before it that only commas or "and" join to it."""
     first = len(boxes) - 1
     for before, after in reversed(list(pairwise(boxes))):
@@ -176,7 +178,7 @@ def _joined(text: str, boxes: list[_Box]) -> list[_Box]:
     return boxes[first:]
 
 
-def _last_tag(text: str, is_finished: bool) -> str | None:
+def _last_answer_tag_content(text: str, is_finished: bool) -> str | None:
     """The content of the last ``<answer>``, without the end tag only where the response ended by itself."""
     start = text.rfind("<answer>")
     match = _ANSWER_TAG.match(text, start) if start >= 0 else None

@@ -28,7 +28,7 @@ MAX_REWARD = 1e6
 """Either way: the sums and squares of a step's rewards stay finite in float32."""
 
 
-def key_of(spec: str, settings: RewardSection) -> str:
+def config_key_of_function(spec: str, settings: RewardSection) -> str:
     """The key of a function in the configuration, for messages."""
     if spec == settings.default:
         return "reward.default ="
@@ -43,7 +43,7 @@ def check_functions(settings: RewardSection) -> None:
     """
     for spec in settings.functions:
         path, _, name = spec.rpartition(":")
-        told = f"{key_of(spec, settings)} {spec!r}"
+        told = f"{config_key_of_function(spec, settings)} {spec!r}"
         try:
             source = read_bytes(Path(path)).decode("utf-8", "replace")
         except OSError as error:
@@ -59,10 +59,10 @@ def load_functions(specs: Iterable[str]) -> dict[str, RewardFunction]:
         Exception: whatever a file raises; TypeError, if a function does not take verl's arguments.
     """
     modules: dict[str, ModuleType] = {}
-    return {spec: _load(spec, modules) for spec in specs}
+    return {spec: _load_function(spec, modules) for spec in specs}
 
 
-def _load(spec: str, modules: dict[str, ModuleType]) -> RewardFunction:
+def _load_function(spec: str, modules: dict[str, ModuleType]) -> RewardFunction:
     path, _, name = spec.rpartition(":")
     if path not in modules:
         modules[path] = _execute_file(path, f"{MODULE}_{len(modules)}")
@@ -90,18 +90,18 @@ def _execute_file(path: str, name: str) -> ModuleType:
     return module
 
 
-def loaded_at(error: BaseException) -> str:
+def find_function_being_loaded(error: BaseException) -> str:
     """The function that was being loaded when an error was raised; empty if none was."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _load.__code__)
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _load_function.__code__)
     return next((str(frame.f_locals["spec"]) for frame in frames), "")
 
 
-def comes_from_function(error: BaseException) -> bool:
+def raised_in_user_function(error: BaseException) -> bool:
     """True if an error was raised while a user's function was called."""
     return any(frame.f_code is call_function.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def place_of(error: BaseException) -> str:
+def format_error_location(error: BaseException) -> str:
     """The line of the user's file that an error passed through last, in words; empty if there is none."""
     walked = traceback.walk_tb(error.__traceback__)
     frames = [found for found in walked if str(found[0].f_globals.get("__name__")).startswith(MODULE)]
@@ -115,7 +115,7 @@ def call_function(function: RewardFunction, answer: Answer) -> Verdict:
         Exception: whatever the function raises.
     """
     columns = json.loads(answer.extra) if answer.extra else {}
-    given = answer.source, answer.text, _truth(answer, columns), columns.get("extra_info")
+    given = answer.source, answer.text, _ground_truth_of(answer, columns), columns.get("extra_info")
     result = function(**dict(zip(ARGUMENTS, given, strict=True)))
     score: Any = result.get("score") if isinstance(result, dict) else result
     if getattr(score, "shape", None) == ():  # numpy's truth values and torch's numbers are no Real
@@ -128,7 +128,7 @@ def call_function(function: RewardFunction, answer: Answer) -> Verdict:
     return Verdict(float(score))
 
 
-def _truth(answer: Answer, columns: Mapping[str, Any]) -> Any:
+def _ground_truth_of(answer: Answer, columns: Mapping[str, Any]) -> Any:
     """The answer's text, or the table or list in verl's column that it was written from."""
     found = columns["reward_model"].get("ground_truth") if isinstance(columns.get("reward_model"), dict) else None
     return found if isinstance(found, dict | list) and answer_text(found) == answer.truth else answer.truth

@@ -15,7 +15,7 @@ from tlt_hpc.common.source import load_extra
 from tlt_hpc.config import RewardSection
 from tlt_hpc.config.data_sections import ANSWER, FORMAT, is_function, part_name
 from tlt_hpc.rewards import text
-from tlt_hpc.rewards.answer import OF_PROGRAMS, OF_RESPONSES, Answer, Failure, Verdict, accepted_answers
+from tlt_hpc.rewards.answer import OF_PROGRAMS, OF_RESPONSES, Answer, Failure, Verdict, parse_accepted_answers
 from tlt_hpc.rewards.functions import RewardFunction, call_function
 
 CODE = "tlt_hpc.extras.code_rewards.code"
@@ -39,7 +39,7 @@ def kind_for(source: str, default: str, by_source: Mapping[str, str]) -> str:
     return next((kind for pattern, kind in by_source.items() if fnmatchcase(source, pattern)), default)
 
 
-def is_judged(kind: str, failure: str | None) -> bool:
+def failure_is_judgement(kind: str, failure: str | None) -> bool:
     """True if a verdict with this failure, or with none, is a judgement: a program that fails is a wrong answer."""
     return failure is None or (kind == "code" and failure in OF_PROGRAMS)
 
@@ -57,9 +57,13 @@ def judge(
     its verdict on an answer that is not to be judged (again).
     """
     start = time.perf_counter()
-    verdict = failed or _judge(answer, settings, functions, template)
-    if settings.weights and answer.kind != SAME_MATH and (verdict.failure is None or _is_own(verdict, answer)):
-        verdict = _with_parts(verdict, answer, settings, functions)
+    verdict = failed or _judge_answer_alone(answer, settings, functions, template)
+    if (
+        settings.weights
+        and answer.kind != SAME_MATH
+        and (verdict.failure is None or _is_failure_of_response(verdict, answer))
+    ):
+        verdict = _add_reward_parts(verdict, answer, settings, functions)
     return replace(verdict, seconds=verdict.seconds + time.perf_counter() - start)
 
 
@@ -69,7 +73,7 @@ def lacks_parts(verdict: Verdict, answer: Answer, settings: RewardSection) -> bo
     return bool(settings.weights) and not verdict.parts and is_own
 
 
-def _is_own(verdict: Verdict, answer: Answer) -> bool:
+def _is_failure_of_response(verdict: Verdict, answer: Answer) -> bool:
     """True if a failure is the response's own: one that gains by failing would be learnt."""
     if answer.kind == "code" and verdict.failure is Failure.UNREADABLE:
         code = load_extra(CODE)
@@ -81,13 +85,13 @@ def _is_own(verdict: Verdict, answer: Answer) -> bool:
     return not is_function(answer.kind) and verdict.failure in OF_RESPONSES
 
 
-def _with_parts(
+def _add_reward_parts(
     verdict: Verdict, answer: Answer, settings: RewardSection, functions: Mapping[str, RewardFunction]
 ) -> Verdict:
     parts = {ANSWER: verdict.reward}
     for term in settings.weights:
         if term == FORMAT:
-            parts[FORMAT] = _form(answer, settings)
+            parts[FORMAT] = _format_reward(answer, settings)
         elif term != ANSWER:
             found = call_function(functions[term], answer)
             if found.failure:
@@ -97,11 +101,11 @@ def _with_parts(
     return replace(verdict, reward=reward, parts=parts)
 
 
-def _form(answer: Answer, settings: RewardSection) -> float:
-    return text.tags(answer.opening + answer.text, settings.format_tags)
+def _format_reward(answer: Answer, settings: RewardSection) -> float:
+    return text.format_tags_reward(answer.opening + answer.text, settings.format_tags)
 
 
-def _judge(
+def _judge_answer_alone(
     answer: Answer, settings: RewardSection, functions: Mapping[str, RewardFunction], template: Any | None
 ) -> Verdict:
     """The verdict on the answer alone; of several accepted answers one is enough."""
@@ -109,24 +113,24 @@ def _judge(
         return call_function(functions[answer.kind], answer)
     match answer.kind:
         case "format":
-            return Verdict(_form(answer, settings))
+            return Verdict(_format_reward(answer, settings))
         case "same-math":
-            from tlt_hpc.rewards.mathematics import same_answer  # 0.3 s to import, so only where it is used
+            from tlt_hpc.rewards.mathematics import answer_equality_verdict  # 0.3 s to import, so only where it is used
 
-            return same_answer(answer.text, answer.truth)
+            return answer_equality_verdict(answer.text, answer.truth)
         case "code":
             assert template is not None
-            judge_program: Callable[..., Verdict] = load_extra(CODE).passes_tests
+            judge_program: Callable[..., Verdict] = load_extra(CODE).judge_program
             return judge_program(answer.text, answer.truth, settings, template, answer.extra)
     verdict = Verdict(0.0)
-    for truth in accepted_answers(answer.truth):
-        verdict = _compare(answer, truth, settings)
+    for truth in parse_accepted_answers(answer.truth):
+        verdict = _compare_with_truth(answer, truth, settings)
         if verdict.reward:
             break
     return verdict
 
 
-def _compare(answer: Answer, truth: str, settings: RewardSection) -> Verdict:
+def _compare_with_truth(answer: Answer, truth: str, settings: RewardSection) -> Verdict:
     """The verdict of a kind that compares the response's answer with one of the data's."""
     match answer.kind:
         case "boxed":
@@ -136,9 +140,9 @@ def _compare(answer: Answer, truth: str, settings: RewardSection) -> Verdict:
         case "choice":
             return text.choice_verdict(answer.text, truth, answer.is_finished)
         case "math":
-            from tlt_hpc.rewards.mathematics import equal_as_mathematics
+            from tlt_hpc.rewards.mathematics import mathematical_equality_verdict
 
-            return equal_as_mathematics(answer.text, truth, answer.is_finished)
+            return mathematical_equality_verdict(answer.text, truth, answer.is_finished)
     raise AssertionError(f"no judge for {answer.kind!r}")
 
 
@@ -148,7 +152,7 @@ _OF_ANSWERS = frozenset({"boxed", "math", "numeric", "choice"})
 """Kinds that compare a response's answer with the data's."""
 
 
-def check_answer(settings: RewardSection, prompt: Prompt) -> str:
+def find_prompt_problem(settings: RewardSection, prompt: Prompt) -> str:
     """The reason, in words, why no response to a prompt can be right; empty: one can.
 
     Raises:
@@ -161,13 +165,13 @@ def check_answer(settings: RewardSection, prompt: Prompt) -> str:
             code.read_tests(prompt.answer)
         except ValueError as error:
             raise ValueError(f"reward kind 'code' cannot read the tests {prompt.answer[:80]!r}: {error}") from None
-    return truth_problem(kind, prompt.answer) if kind in _OF_ANSWERS else ""
+    return find_truth_problem(kind, prompt.answer) if kind in _OF_ANSWERS else ""
 
 
 @lru_cache(maxsize=4096)
-def truth_problem(kind: str, truth: str) -> str:
+def find_truth_problem(kind: str, truth: str) -> str:
     """The reason why this answer, or one of a list of answers, is not right by its own kind of reward; empty: it is."""
-    for each in accepted_answers(truth):
+    for each in parse_accepted_answers(truth):
         text = each if "\\boxed" in each else f"\\boxed{{{each}}}"
         verdict = judge(Answer(kind, "", text, each), RewardSection())
         if not verdict.reward:

@@ -55,7 +55,7 @@ class Unjudged:
         return parts[0][1] if len(parts) == 1 else "; ".join(f"({count}) {part}" for count, part in parts)
 
 
-def joined(parts: Sequence[Unjudged]) -> Unjudged:
+def join_unjudged(parts: Sequence[Unjudged]) -> Unjudged:
     """The failures of several ranks' responses together."""
     return Unjudged(sum(part.num_responses for part in parts), sum((part.failures for part in parts), ()))
 
@@ -78,9 +78,9 @@ class Judge:
 
     def leaves_unjudged(self, prompt: Prompt, failure: str) -> bool:
         """True if a failure leaves a response to the prompt unjudged; a program that fails is judged by that."""
-        return not kinds.is_judged(self.kind_of(prompt), failure)
+        return not kinds.failure_is_judgement(self.kind_of(prompt), failure)
 
-    def answer(self, prompt: Prompt, text: str, is_finished: bool = True) -> Answer:
+    def make_answer(self, prompt: Prompt, text: str, is_finished: bool = True) -> Answer:
         """A response to the prompt as it is judged; ``is_finished``: it ended by itself."""
         tags = self.settings.format_tags
         first = f"<{tags[0]}>" if tags else ""
@@ -108,12 +108,12 @@ class Scorer:
         self.seconds_waited = 0.0
         """Spent in ``judge_and_wait_for_rewards`` on verdicts that were not there yet."""
         if judge.client:
-            judge.client.forget()  # what a rollout that was cut short has left
+            judge.client.drop_all_answers()  # what a rollout that was cut short has left
 
     def submit_and_poll(self, finished: Sequence[Rollout]) -> None:
         """Submit responses that ended since the last call and need a worker, and receive verdicts; never waits."""
         if self._judge.client is not None:
-            self._hand_over(self._judge.client, finished[self._num_seen :])
+            self._submit_to_server(self._judge.client, finished[self._num_seen :])
             self._num_seen = len(finished)
             self._judge.client.send_and_receive()
 
@@ -141,14 +141,14 @@ class Scorer:
         """
         if self._judge.client is not None:
             self.num_ahead += self._judge.client.num_judged
-            self._hand_over(self._judge.client, rollouts)
+            self._submit_to_server(self._judge.client, rollouts)
         for rollout in rollouts:
             if rollout.key not in self._numbers:
                 self._judge_here(rollout)
         if self._judge.client is not None:
             start = time.perf_counter()
             pending = {key: number for key, number in self._numbers.items() if key not in self._verdicts}
-            verdicts = self._judge.client.wait(pending.values())
+            verdicts = self._judge.client.wait_for_verdicts(pending.values())
             self._verdicts |= {key: verdicts[number] for key, number in pending.items()}
             self.seconds_waited += time.perf_counter() - start
         return np.array([self._verdicts[rollout.key].reward for rollout in rollouts], dtype=np.float32)
@@ -177,7 +177,7 @@ class Scorer:
         means = {f"{PART}{name}/mean": sum(each[name] for each in parts) / max(len(parts), 1) for name in names}
         return {**means, WITH_PARTS: float(len(parts))}
 
-    def unjudged(self, rollouts: Sequence[Rollout]) -> Unjudged:
+    def find_unjudged(self, rollouts: Sequence[Rollout]) -> Unjudged:
         """The failures of these responses, all of which have their rewards, that were not judged."""
         failures = [
             (verdict.failure, verdict.detail)
@@ -187,34 +187,34 @@ class Scorer:
         ]
         return Unjudged(len(rollouts), tuple(failures))
 
-    def _hand_over(self, client: RewardClient, rollouts: Sequence[Rollout]) -> None:
+    def _submit_to_server(self, client: RewardClient, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
             if rollout.key not in self._numbers and self._judge.needs_worker(self._prompt_of(rollout)):
-                self._numbers[rollout.key] = client.submit(self._answer(rollout))
+                self._numbers[rollout.key] = client.submit(self._make_answer(rollout))
 
     def _judge_here(self, rollout: Rollout) -> None:
         if rollout.key not in self._verdicts:
-            self._verdicts[rollout.key] = kinds.judge(self._answer(rollout), self._judge.settings)
+            self._verdicts[rollout.key] = kinds.judge(self._make_answer(rollout), self._judge.settings)
 
-    def _answer(self, rollout: Rollout) -> Answer:
+    def _make_answer(self, rollout: Rollout) -> Answer:
         is_finished = rollout.finish_reason is not FinishReason.LENGTH
-        return self._judge.answer(self._prompt_of(rollout), self._text_of(rollout), is_finished)
+        return self._judge.make_answer(self._prompt_of(rollout), self._text_of(rollout), is_finished)
 
 
-def without_form(section: RewardSection) -> RewardSection:
+def without_reward_parts(section: RewardSection) -> RewardSection:
     """The same rules with the answer as the only part: an evaluation measures whether it is right."""
     return section.model_copy(update={"weights": {}})
 
 
-def process_judge(section: RewardSection) -> Judge:
+def open_process_judge(section: RewardSection) -> Judge:
     """The judge of this process; the first call starts its server if a kind needs one, later calls return the same.
 
     The first call belongs before MPI starts: a process that MPI has initialised should start no other.
     """
-    client = _standing_client(section.model_dump_json()) if kinds.needs_server(section) else None
+    client = _start_client_once(section.model_dump_json()) if kinds.needs_server(section) else None
     return Judge(section, client)
 
 
 @functools.cache
-def _standing_client(settings: str) -> RewardClient:
+def _start_client_once(settings: str) -> RewardClient:
     return RewardClient(RewardSection.model_validate_json(settings))

@@ -38,15 +38,15 @@ from tlt_hpc.rewards.answer import (
     FrameBuffer,
     JudgeError,
     Verdict,
-    pack,
+    encode_frame,
 )
 from tlt_hpc.rewards.functions import (
     RewardFunction,
-    comes_from_function,
-    key_of,
+    config_key_of_function,
+    find_function_being_loaded,
+    format_error_location,
     load_functions,
-    loaded_at,
-    place_of,
+    raised_in_user_function,
 )
 from tlt_hpc.rewards.judge import CODE, judge, lacks_parts
 
@@ -76,14 +76,14 @@ class Worker:
         return self.started + self.settings.wall_seconds
 
     def kill(self) -> None:
-        """End it and all that it started; its process id stays taken until ``finish``."""
+        """End it and all that it started; its process id stays taken until ``wait_and_read_verdict``."""
         os.killpg(self.pid, signal.SIGKILL)
 
     def has_ended(self) -> bool:
-        """True if the process has ended, so that only ``finish`` is left to do."""
+        """True if the process has ended, so that only ``wait_and_read_verdict`` is left to do."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def finish(self) -> Verdict:
+    def wait_and_read_verdict(self) -> Verdict:
         """Wait for its end and leave nothing behind; returns the verdict."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         self.kill()  # what it started and left; before its id, which is the group's, can be another's
@@ -100,12 +100,12 @@ class Worker:
         if not os.WIFSIGNALED(status):
             return Verdict(0.0, Failure.CRASH, f"its process ended with status {os.waitstatus_to_exitcode(status)}")
         if os.WTERMSIG(status) == signal.SIGXCPU:
-            return _too_slow(self.settings)
+            return _cpu_limit_verdict(self.settings)
         name = signal.Signals(os.WTERMSIG(status)).name
         return Verdict(0.0, Failure.CRASH, f"its process was killed by {name}")
 
 
-def end_with_parent() -> None:
+def set_parent_death_signal() -> None:
     """Have this process killed when its parent ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -115,7 +115,7 @@ def _limit_child_process(parent: int, settings: RewardSection) -> None:
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    end_with_parent()
+    set_parent_death_signal()
     if os.getppid() != parent:
         os._exit(1)
     seconds = math.ceil(settings.cpu_seconds)
@@ -126,21 +126,21 @@ def _limit_child_process(parent: int, settings: RewardSection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
-def _report(fd: int, verdict: Verdict) -> None:
+def _write_verdict(fd: int, verdict: Verdict) -> None:
     cut = {"detail": verdict.detail[:_MAX_DETAIL], "read": verdict.read[:_MAX_DETAIL]}
     os.write(fd, json.dumps({**asdict(verdict), **cut}).encode())
 
 
-def _too_slow(settings: RewardSection) -> Verdict:
+def _cpu_limit_verdict(settings: RewardSection) -> Verdict:
     return Verdict(0.0, Failure.CPU, f"more than {settings.cpu_seconds} s of CPU time")
 
 
-def _too_long(answer: Answer) -> Verdict | None:
+def _length_limit_verdict(answer: Answer) -> Verdict | None:
     length = len(answer.text)
     return Verdict(0.0, Failure.SIZE, f"a response of {length} characters") if length > MAX_CHARACTERS else None
 
 
-def _one_line(error: BaseException) -> str:
+def _format_error_line(error: BaseException) -> str:
     return " ".join("".join(traceback.format_exception_only(error)).split())
 
 
@@ -170,39 +170,39 @@ class Server:
 
     def serve(self, frames: FrameBuffer) -> None:
         """Judge the answers that arrive, until the rank has ended."""
-        self._take(frames, b"")
+        self._queue_received_answers(frames, b"")
         while True:
-            self._start()
-            ready, _, _ = select.select([self._channel.fileno(), self._woken], [], [], self._seconds_left())
+            self._start_waiting_answers()
+            ready, _, _ = select.select([self._channel.fileno(), self._woken], [], [], self._seconds_to_next_deadline())
             if self._woken in ready:
                 os.read(self._woken, 4096)
             if self._channel.fileno() in ready and not self._receive(frames):
                 return
             self._kill_late()
-            self._reap()
+            self._reap_workers_send_verdicts()
 
     def kill_all(self) -> None:
         """End every child and drop waiting answers."""
         self._waiting.clear()
         for worker in self._workers.values():
             worker.kill()
-            worker.finish()
+            worker.wait_and_read_verdict()
         self._workers.clear()
 
     def _receive(self, frames: FrameBuffer) -> bool:
         received = self._channel.recv(RECEIVED_BYTES)
-        self._take(frames, received)
+        self._queue_received_answers(frames, received)
         return bool(received)
 
-    def _take(self, frames: FrameBuffer, received: bytes) -> None:
+    def _queue_received_answers(self, frames: FrameBuffer, received: bytes) -> None:
         for frame in frames.feed(received):
             if "forget" in frame:
                 self.kill_all()
             else:
                 answer = Answer(**frame["answer"])
-                self._waiting.append((frame["number"], answer, _too_long(answer)))
+                self._waiting.append((frame["number"], answer, _length_limit_verdict(answer)))
 
-    def _start(self) -> None:
+    def _start_waiting_answers(self) -> None:
         while self._waiting and len(self._workers) < self._settings.workers:
             worker = self._start_worker(*self._waiting.popleft())
             self._workers[worker.pid] = worker
@@ -221,31 +221,33 @@ class Server:
                     os.close(fd)
                 verdict = judge(answer, settings, self._functions, self._template, failed)
                 is_late = time.process_time() > settings.cpu_seconds
-                _report(theirs, _too_slow(settings) if is_late else verdict)
+                _write_verdict(theirs, _cpu_limit_verdict(settings) if is_late else verdict)
                 status = 0
             finally:  # nothing of the server's may run in the child, whatever was raised
                 if (error := sys.exc_info()[1]) is not None:
-                    failure = Failure.ERROR if comes_from_function(error) else Failure.CRASH
+                    failure = Failure.ERROR if raised_in_user_function(error) else Failure.CRASH
                     failure = Failure.MEMORY if isinstance(error, MemoryError) else failure
-                    _report(theirs, Verdict(0.0, failure, _one_line(error) + place_of(error)))
+                    _write_verdict(
+                        theirs, Verdict(0.0, failure, _format_error_line(error) + format_error_location(error))
+                    )
                 os._exit(status)
         os.close(theirs)
         os.setpgid(pid, pid)  # here and in the child: whichever comes first
         return Worker(number, answer, failed, pid, ours, time.monotonic(), settings)
 
-    def _reap(self) -> None:
+    def _reap_workers_send_verdicts(self) -> None:
         if self._template and not self._template.is_alive:
             raise RuntimeError("the template of sandboxes has died")  # a new server brings a new one
         for worker in list(self._workers.values()):
             if worker.has_ended():
                 del self._workers[worker.pid]
-                verdict = worker.finish()
+                verdict = worker.wait_and_read_verdict()
                 seconds = verdict.seconds or time.monotonic() - worker.started  # its process may have been killed
                 verdict = replace(verdict, seconds=seconds)
                 if worker.failed is None and lacks_parts(verdict, worker.answer, self._settings):
                     self._waiting.appendleft((worker.number, worker.answer, verdict))
                 else:
-                    self._channel.sendall(pack({"number": worker.number, "verdict": asdict(verdict)}))
+                    self._channel.sendall(encode_frame({"number": worker.number, "verdict": asdict(verdict)}))
 
     def _kill_late(self) -> None:
         now = time.monotonic()
@@ -254,12 +256,12 @@ class Server:
                 worker.is_late = True
                 worker.kill()
 
-    def _seconds_left(self) -> float | None:
+    def _seconds_to_next_deadline(self) -> float | None:
         deadlines = [worker.deadline for worker in self._workers.values() if not worker.is_late]
         return max(0.0, min(deadlines) - time.monotonic() + 0.01) if deadlines else None
 
 
-def load_kinds(settings: RewardSection) -> tuple[dict[str, RewardFunction], Any | None]:
+def load_reward_kinds(settings: RewardSection) -> tuple[dict[str, RewardFunction], Any | None]:
     """Import all that the kinds need, and try the sandbox; returns the user's functions and the sandboxes' template.
 
     Raises:
@@ -269,32 +271,32 @@ def load_kinds(settings: RewardSection) -> tuple[dict[str, RewardFunction], Any 
     if "math" in settings.kinds:
         from tlt_hpc.rewards import mathematics
 
-        mathematics.warm_up()
+        mathematics.warm_up_caches()
     functions = load_functions(settings.functions)
-    return functions, load_extra(CODE).working_template() if "code" in settings.kinds else None
+    return functions, load_extra(CODE).start_working_template() if "code" in settings.kinds else None
 
 
 def send_error(channel: socket.socket, settings: RewardSection, error: BaseException) -> None:
     """Send the rank one line about why the server could not start."""
-    told = str(error) if isinstance(error, JudgeError) else _one_line(error)
-    if spec := loaded_at(error):
-        told = f"{key_of(spec, settings)} {spec!r} cannot be loaded: {told}; fix the file"
-    channel.sendall(pack({"error": told}))
+    told = str(error) if isinstance(error, JudgeError) else _format_error_line(error)
+    if spec := find_function_being_loaded(error):
+        told = f"{config_key_of_function(spec, settings)} {spec!r} cannot be loaded: {told}; fix the file"
+    channel.sendall(encode_frame({"error": told}))
 
 
 def main() -> None:
     """Serve the rank at the other end of the socket."""
-    end_with_parent()
+    set_parent_death_signal()
     channel = socket.socket(fileno=int(sys.argv[1]))
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     os.dup2(2, 1)  # what a user's function prints is no output of the rank's
     frames = FrameBuffer()
-    settings = RewardSection.model_validate_json(_first(channel, frames))
+    settings = RewardSection.model_validate_json(_receive_first_document(channel, frames))
     sys.excepthook = lambda _kind, error, _trace: send_error(channel, settings, error)
-    functions, template = load_kinds(settings)
+    functions, template = load_reward_kinds(settings)
     sys.excepthook = sys.__excepthook__
-    channel.sendall(pack({"ready": True, "sandbox": template.kind if template else ""}))
+    channel.sendall(encode_frame({"ready": True, "sandbox": template.kind if template else ""}))
     gc.collect()
     gc.freeze()  # children share these pages: none of them is to touch them only to count
     server = Server(channel, settings, functions, template)
@@ -306,7 +308,7 @@ def main() -> None:
         server.kill_all()
 
 
-def _first(channel: socket.socket, frames: FrameBuffer) -> Any:
+def _receive_first_document(channel: socket.socket, frames: FrameBuffer) -> Any:
     while received := channel.recv(RECEIVED_BYTES):
         for frame in frames.feed(received):
             return frame

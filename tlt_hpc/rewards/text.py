@@ -10,11 +10,18 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from tlt_hpc.rewards.answer import Failure, Verdict
-from tlt_hpc.rewards.final_answer import TAIL_CHARACTERS, FoundAnswer, answer_in, conclusion, ending_box, find_answer
+from tlt_hpc.rewards.final_answer import (
+    TAIL_CHARACTERS,
+    FoundAnswer,
+    extract_mathematics,
+    final_box_content,
+    find_answer,
+    text_after_reasoning,
+)
 from tlt_hpc.rewards.mathematics.exact import exact_value
-from tlt_hpc.rewards.mathematics.expression import read_expression
+from tlt_hpc.rewards.mathematics.expression import parse_expression
 from tlt_hpc.rewards.mathematics.node import Node, UnreadableError
-from tlt_hpc.rewards.mathematics.notation import tidy
+from tlt_hpc.rewards.mathematics.notation import normalise_notation
 
 _NUMERAL = re.compile(
     r"(?<![A-Za-z0-9_.^])(?:[-+] ?)?(?:\\frac\{-?\d+\}\{-?\d+\}|(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+)?)"
@@ -53,7 +60,7 @@ def boxed_verdict(text: str, truth: str) -> Verdict:
 
     Closing tags may follow the box.
     """
-    given = ending_box(text)
+    given = final_box_content(text)
     if given is None:
         return Verdict(0.0, detail="the response does not end with a box")
     is_same = given == truth.strip()
@@ -70,25 +77,25 @@ def numeric_verdict(text: str, truth: str, is_finished: bool = True) -> Verdict:
 
     Decimals and fractions are compared exactly, so the verdict is the same everywhere.
     """
-    wanted = number_in(FoundAnswer(truth))
+    wanted = number_in_answer(FoundAnswer(truth))
     if wanted is None:
         return Verdict(0.0, Failure.UNREADABLE, f"answer {truth[:80]!r} has no number")
     found = find_answer(text, is_finished)
-    given = number_in(found) if found else None
+    given = number_in_answer(found) if found else None
     if found is None or given is None:
         return Verdict(0.0, detail="the response gives no number")
     pairs = [(given, wanted)]
-    if _is_percentage(answer_in(found)) != _is_percentage(truth):  # its number, or a hundredth of it
-        pairs.append((given / 100, wanted) if _is_percentage(answer_in(found)) else (given, wanted / 100))
+    if _is_percentage(extract_mathematics(found)) != _is_percentage(truth):  # its number, or a hundredth of it
+        pairs.append((given / 100, wanted) if _is_percentage(extract_mathematics(found)) else (given, wanted / 100))
     is_near = any(are_near(one, other) for one, other in pairs)
-    return Verdict(float(is_near), detail="" if is_near else f"not {truth[:80]!r}", read=shown(given))
+    return Verdict(float(is_near), detail="" if is_near else f"not {truth[:80]!r}", read=format_number(given))
 
 
 def _is_percentage(answer: str) -> bool:
-    return tidy(answer[-TAIL_CHARACTERS:]).endswith("%")
+    return normalise_notation(answer[-TAIL_CHARACTERS:]).endswith("%")
 
 
-def shown(number: Fraction) -> str:
+def format_number(number: Fraction) -> str:
     """A number for a person to read: an integer or fraction of few digits as it is."""
     is_short = number.numerator.bit_length() + number.denominator.bit_length() < 1000
     return str(number) if is_short else "a number of more than 300 digits"
@@ -96,16 +103,16 @@ def shown(number: Fraction) -> str:
 
 def choice_verdict(text: str, truth: str, is_finished: bool = True) -> Verdict:
     """1.0 if the response gives the answer's letter."""
-    wanted = _letter(truth)
+    wanted = _parse_letter(truth)
     if wanted is None:
         return Verdict(0.0, Failure.UNREADABLE, f"answer {truth[:80]!r} is no letter of a choice")
-    given = letter_of(text, is_finished)
+    given = letter_of_response(text, is_finished)
     if given is None:
         return Verdict(0.0, detail="the response gives no letter")
     return Verdict(float(given == wanted), detail="" if given == wanted else f"not {wanted}", read=given)
 
 
-def tags(text: str, names: Sequence[str]) -> float:
+def format_tags_reward(text: str, names: Sequence[str]) -> float:
     """1.0 if the response is ``<a>...</a><b>...</b>`` for these names in this order, each tag once."""
     text, position = text.strip(), 0
     for name in names:
@@ -119,24 +126,24 @@ def tags(text: str, names: Sequence[str]) -> float:
     return float(position == len(text))
 
 
-def number_of(text: str, is_finished: bool = True) -> Fraction | None:
+def number_of_response(text: str, is_finished: bool = True) -> Fraction | None:
     """The number that a response gives as its answer; None if it gives none."""
     found = find_answer(text, is_finished)
-    return number_in(found) if found else None
+    return number_in_answer(found) if found else None
 
 
-def number_in(found: FoundAnswer) -> Fraction | None:
+def number_in_answer(found: FoundAnswer) -> Fraction | None:
     """The number that an answer is, or the one that stands in it."""
-    answer = tidy(answer_in(found)[:TAIL_CHARACTERS])
+    answer = normalise_notation(extract_mathematics(found)[:TAIL_CHARACTERS])
     try:
-        return _value(read_expression(answer))
+        return _exact_final_value(parse_expression(answer))
     except UnreadableError:  # words: the number among them, if it is the only one
         numerals = [match[0] for match in _NUMERAL.finditer(answer.rpartition("=")[2])]
         is_prose = len(numerals) == 1 and not _OTHER_MATHS.search(answer.replace(numerals[0], ""))
-        return _value(read_expression(numerals[0])) if is_prose else None
+        return _exact_final_value(parse_expression(numerals[0])) if is_prose else None
 
 
-def _value(node: Node) -> Fraction | None:
+def _exact_final_value(node: Node) -> Fraction | None:
     """The exact value of an expression, of its last side if it is an equation."""
     while node.kind in ("relation", "percent", "unit", "degree", "neg") and exact_value(node) is None:
         if node.kind == "relation" and node.name != "=":
@@ -146,7 +153,7 @@ def _value(node: Node) -> Fraction | None:
     return exact_value(node)
 
 
-def letter_of(text: str, is_finished: bool = True) -> str | None:
+def letter_of_response(text: str, is_finished: bool = True) -> str | None:
     """The letter that a response chooses, in upper case; None if there is none.
 
     It is the one in its last box or ``<answer>``, else the last that follows "answer", "option" or "choice" or precedes
@@ -156,16 +163,16 @@ def letter_of(text: str, is_finished: bool = True) -> str | None:
     if found is None:
         return None
     if found.place == "all":
-        return _letter(found.text) or _chosen(found.text)
-    tail = conclusion(text)
+        return _parse_letter(found.text) or _find_chosen_letter(found.text)
+    tail = text_after_reasoning(text)
     *before, last = tail.split("\n")
-    repeats_options = len(_plain(last).split()) > 1 and any(map(_letter, before))
-    return _chosen(tail) or (None if repeats_options else _letter(last))
+    repeats_options = len(_remove_style_marks(last).split()) > 1 and any(map(_parse_letter, before))
+    return _find_chosen_letter(tail) or (None if repeats_options else _parse_letter(last))
 
 
-def _chosen(text: str) -> str | None:
+def _find_chosen_letter(text: str) -> str | None:
     """The last letter that the words around it say is chosen."""
-    plain = _plain(text)
+    plain = _remove_style_marks(text)
     small = plain.lower()
     hints = [place for hint in _HINTS if (place := small.find(hint)) >= 0]
     if not hints:
@@ -175,11 +182,11 @@ def _chosen(text: str) -> str | None:
     return said[-1][said[-1].lastindex or 0].upper() if said else None
 
 
-def _letter(answer: str) -> str | None:
-    match = _LETTER.fullmatch(_plain(answer))
+def _parse_letter(answer: str) -> str | None:
+    match = _LETTER.fullmatch(_remove_style_marks(answer))
     return match[1].upper() if match else None
 
 
-def _plain(text: str) -> str:
+def _remove_style_marks(text: str) -> str:
     """The text without marks of style."""
     return _MARKUP.sub("", _SPACE.sub(" ", text[:TAIL_CHARACTERS])).rstrip()

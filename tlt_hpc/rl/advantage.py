@@ -23,7 +23,7 @@ BATCH_EPSILON = 1e-8
 Floats = NDArray[np.float32]
 
 
-def advantages_of(
+def token_advantages(
     kind: AdvantageName,
     rewards: Floats,
     lengths: NDArray[np.int64],
@@ -45,10 +45,10 @@ def advantages_of(
     """
     if kind == "batch" and token_rewards is not None:
         return whiten(returns_to_go(rewards, lengths, token_rewards), np.ones_like(token_rewards, np.int64))
-    return np.repeat(_of_responses(kind, rewards, lengths, group_size), lengths)
+    return np.repeat(_response_advantages(kind, rewards, lengths, group_size), lengths)
 
 
-def _of_responses(kind: AdvantageName, rewards: Floats, lengths: NDArray[np.int64], group_size: int) -> Floats:
+def _response_advantages(kind: AdvantageName, rewards: Floats, lengths: NDArray[np.int64], group_size: int) -> Floats:
     """One advantage a response, [G * S] float32."""
     if kind == "group":
         return group_advantages(rewards, group_size)
@@ -66,7 +66,7 @@ def _of_responses(kind: AdvantageName, rewards: Floats, lengths: NDArray[np.int6
 def returns_to_go(
     rewards: Floats, lengths: NDArray[np.int64], token_rewards: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """A response's reward less what the tokens before a token were given, [T]. Arguments as ``advantages_of``."""
+    """A response's reward less what the tokens before a token were given, [T]. Arguments as ``token_advantages``."""
     before = np.cumsum(token_rewards) - token_rewards
     starts = np.cumsum(lengths) - lengths
     returns: NDArray[np.float64] = np.repeat(rewards + before[starts], lengths) - before
@@ -86,7 +86,7 @@ def group_advantages(rewards: Floats, group_size: int) -> Floats:
     Returns:
         [G * S] float32, in the order of ``rewards``.
     """
-    groups, centred = _groups(rewards, group_size)
+    groups, centred = _rewards_by_group(rewards, group_size)
     deviation = groups.std(axis=1, ddof=1, keepdims=True)
     advantages: NDArray[np.float64] = centred / (deviation + STD_EPSILON)
     return advantages.reshape(-1).astype(np.float32)
@@ -94,12 +94,12 @@ def group_advantages(rewards: Floats, group_size: int) -> Floats:
 
 def centred_advantages(rewards: Floats, group_size: int) -> Floats:
     """Dr.GRPO: each reward less its group's mean (2503.20783, section 3.2). Arguments as ``group_advantages``."""
-    return _groups(rewards, group_size)[1].reshape(-1).astype(np.float32)
+    return _rewards_by_group(rewards, group_size)[1].reshape(-1).astype(np.float32)
 
 
 def leave_one_out_advantages(rewards: Floats, group_size: int) -> Floats:
     """RLOO: each reward less the mean of the others in its group (2402.14740, eq. 8). Arguments as above."""
-    centred = _groups(rewards, group_size)[1]
+    centred = _rewards_by_group(rewards, group_size)[1]
     return (centred * (group_size / (group_size - 1))).reshape(-1).astype(np.float32)
 
 
@@ -141,7 +141,7 @@ def overlong_penalties(lengths: NDArray[np.int64], longest: int, buffer: int) ->
     return -np.minimum(exceeded, 1.0).astype(np.float32)
 
 
-def _groups(rewards: Floats, group_size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _rewards_by_group(rewards: Floats, group_size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Rewards by group [G, S], and the same less each group's mean, exactly zero where a group's are all equal.
 
     Sums of float32 are exact in float64, so that the mean of equal rewards is no rounding error off, which a tiny

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tlt_hpc.cluster.network import read_and_remove_nccl_log, start_log, warning_of
+from tlt_hpc.cluster.network import enable_nccl_log, read_and_remove_nccl_log, slow_network_warning
 from tlt_hpc.cluster.topology import System
-from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.cluster.watch.rank_progress import BEAT, Phase
 from tlt_hpc.common.host_memory import without_garbage_collection
 from tlt_hpc.config import Config, OptimizerSection
 from tlt_hpc.config.recipes import scheduled_rate
@@ -48,12 +48,12 @@ def join_process_group(world: World, device_type: Literal["cpu", "cuda"]) -> Non
     if torch.distributed.is_initialized():
         assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (world.rank, world.size)
         return
-    _choose_device(world.local_rank, device_type)
+    _set_deepspeed_device(world.local_rank, device_type)
     backend = choose_backend(world.allgather((world.hostname, _gpu_id() if device_type == "cuda" else None)))
     if backend == "gloo" and device_type == "cuda" and world.rank == 0:
         logger.warning("ranks share a GPU: they communicate by gloo, through host memory, as NCCL refuses them")
     has_network = backend == "nccl" and len(set(world.allgather(world.hostname))) > 1
-    log = world.run_on_all_ranks(partial(_log_network, world)) if has_network else None
+    log = world.run_on_all_ranks(partial(_start_network_log, world)) if has_network else None
     torch.distributed.init_process_group(
         backend,
         store=_open_store(world),
@@ -61,10 +61,10 @@ def join_process_group(world: World, device_type: Literal["cpu", "cuda"]) -> Non
         world_size=world.size,
         timeout=COLLECTIVE_TIMEOUT,
     )
-    _connect(device_type)
+    _connect_by_all_reduce(device_type)
     if has_network:
         gather_and_print_network(world, log)
-    _hand_to_deepspeed()
+    _initialise_deepspeed()
 
 
 def choose_backend(gpus: Sequence[tuple[str, str | None]]) -> Literal["nccl", "gloo"]:
@@ -81,15 +81,15 @@ def _gpu_id() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-def _connect(device_type: str) -> None:
+def _connect_by_all_reduce(device_type: str) -> None:
     """Have the ranks meet once: nccl connects them at the first call only, in the midst of other work."""
     met = torch.ones(1, device=device_type)
     torch.distributed.all_reduce(met)
     assert met.item() == torch.distributed.get_world_size(), f"{met.item()} ranks have met"
 
 
-def _log_network(world: World) -> Path | None:
-    return None if world.local_rank else start_log(os.environ)
+def _start_network_log(world: World) -> Path | None:
+    return None if world.local_rank else enable_nccl_log(os.environ)
 
 
 def gather_and_print_network(world: World, log: Path | None) -> None:
@@ -101,8 +101,10 @@ def gather_and_print_network(world: World, log: Path | None) -> None:
     own = None if log is None else read_and_remove_nccl_log(log, os.environ)
     choices = {host: choice for host, choice in world.allgather((world.hostname, own)) if choice is not None}
     if choices and world.rank == 0:
-        world.say(f"network     {next(iter(choices.values())).words}")
-        if slow := warning_of(choices, [card.name for card in System.of(os.environ).cards()]):
+        world.print_once(f"network     {next(iter(choices.values())).description}")
+        if slow := slow_network_warning(
+            choices, [card.name for card in System.from_environment(os.environ).network_cards()]
+        ):
             logger.warning("%s", slow)
 
 
@@ -170,7 +172,7 @@ def lengthen_timeouts(*groups: torch.distributed.ProcessGroup) -> None:
         _set_pg_timeout(COLLECTIVE_TIMEOUT, group)
 
 
-def _choose_device(local_rank: int, device_type: str) -> None:
+def _set_deepspeed_device(local_rank: int, device_type: str) -> None:
     """Tell DeepSpeed, which reads the environment, which accelerator and which device of it this rank uses."""
     os.environ["DS_ACCELERATOR"] = device_type
     index = local_rank
@@ -194,9 +196,9 @@ def _open_store(world: World) -> TCPStore:
     return store
 
 
-def _leave_as_it_is(function: Any = None, **_: Any) -> Any:
+def _compile_nothing(function: Any = None, **_: Any) -> Any:
     """In place of ``torch.compile``, as a function and as a decorator with and without arguments."""
-    return _leave_as_it_is if function is None else function
+    return _compile_nothing if function is None else function
 
 
 def load_deepspeed() -> None:
@@ -211,7 +213,7 @@ def load_deepspeed() -> None:
         with without_garbage_collection():
             import deepspeed
 
-            torch.compile = _leave_as_it_is  # type: ignore[assignment, misc]
+            torch.compile = _compile_nothing  # type: ignore[assignment, misc]
             with suppress(ImportError):  # another DeepSpeed may have it elsewhere
                 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     finally:
@@ -220,7 +222,7 @@ def load_deepspeed() -> None:
             del sys.modules["mlflow"]
 
 
-def _hand_to_deepspeed() -> None:
+def _initialise_deepspeed() -> None:
     load_deepspeed()
     import deepspeed
 
@@ -249,7 +251,7 @@ def learning_rate(config: Config, step: int) -> float:
     return scheduled_rate(peak, step, warmup, past, settings.schedule)
 
 
-def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:
+def deepspeed_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:
     """DeepSpeed's configuration of the policy engine."""
     zero: dict[str, Any] = {"stage": config.optimizer.zero_stage}
     if config.optimizer.offload and device_type != "cpu":  # on a CPU all state is in host memory already
@@ -270,21 +272,21 @@ def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[st
     }
 
 
-def frozen_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:
+def frozen_deepspeed_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:
     """DeepSpeed's configuration of a model that is read alone."""
-    settings = engine_settings(config, num_ranks, device_type)
+    settings = deepspeed_settings(config, num_ranks, device_type)
     zero = settings["zero_optimization"]
     zero.pop("offload_optimizer", None)
     zero["stage3_max_reuse_distance"] = 0  # no backward pass comes: a layer goes as soon as it has been read
     return settings
 
 
-def start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
+def start_training_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
     """The engine that trains a model, equal on all ranks (at stage 3 rank 0's counts alone); collective."""
     import deepspeed
 
     device_type = deepspeed.get_accelerator().device_name()
-    settings = engine_settings(config, num_ranks, device_type)
+    settings = deepspeed_settings(config, num_ranks, device_type)
     num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     settings["zero_optimization"]["reduce_bucket_size"] = min(REDUCE_BUCKET_ELEMENTS, num_parameters)
     if config.optimizer.zero_stage == 3:
@@ -304,7 +306,7 @@ def start_frozen_engine(model: torch.nn.Module, config: Config, num_ranks: int) 
     """
     import deepspeed
 
-    settings = frozen_settings(config, num_ranks, deepspeed.get_accelerator().device_name())
+    settings = frozen_deepspeed_settings(config, num_ranks, deepspeed.get_accelerator().device_name())
     _shard_over_all_ranks(model, settings)
     engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
     lengthen_timeouts(engine.data_parallel_group)

@@ -28,7 +28,7 @@ class StepDraws:
 
     def __init__(self, config: Config, prompts: PromptSource, step: int) -> None:
         self.config, self.source, self.step = config, prompts, step
-        self._prompts = {Stream.TRAIN: prompts.batch(step), Stream.REFILL: list[Prompt]()}
+        self._prompts = {Stream.TRAIN: prompts.read_step_prompts(step), Stream.REFILL: list[Prompt]()}
         self.num_refills = 0
 
     @property
@@ -40,31 +40,31 @@ class StepDraws:
         """The prompt of a response."""
         return self._prompts[Stream(rollout.key.stream)][rollout.key.draw]
 
-    def requests(self) -> list[Request]:
+    def first_requests(self) -> list[Request]:
         """The requests of the step's own prompts, ordered by key."""
-        return self._requests(Stream.TRAIN, 0)
+        return self._make_requests(Stream.TRAIN, 0)
 
-    def needs_scores(self) -> bool:
+    def allows_refill(self) -> bool:
         """True if a further refill is allowed."""
         return self.num_refills < self.config.algorithm.max_refills
 
-    def refill(self, scores: NDArray[np.float32]) -> list[Request]:
+    def draw_refill_requests(self, scores: NDArray[np.float32]) -> list[Request]:
         """The requests of the next refill, ordered by key; none if enough groups are informative.
 
         Args:
             scores: [N], of all that was asked for so far, ordered by key.
         """
-        assert self.needs_scores() and len(scores) == self.num_groups * self.config.rollout.group_size
+        assert self.allows_refill() and len(scores) == self.num_groups * self.config.rollout.group_size
         is_informative = informative_groups(scores, self.config.rollout.group_size)
         size = refill_size(is_informative, self.config.rollout.prompts_per_step)
         if not size:
             return []
         self.num_refills += 1
         start = len(self._prompts[Stream.REFILL])
-        self._prompts[Stream.REFILL] = self.source.refill(self.step, start + size)
-        return self._requests(Stream.REFILL, start)
+        self._prompts[Stream.REFILL] = self.source.read_replacement_prompts(self.step, start + size)
+        return self._make_requests(Stream.REFILL, start)
 
-    def _requests(self, stream: Stream, start: int) -> list[Request]:
+    def _make_requests(self, stream: Stream, start: int) -> list[Request]:
         return [
             Request(SampleKey(self.config.run.seed, stream, self.step, draw, sample), prompt.tokens)
             for draw, prompt in list(enumerate(self._prompts[stream]))[start:]
@@ -128,7 +128,7 @@ class Gathered(NamedTuple):
     """What was generated ahead, by rank."""
 
 
-def gather(world: World, rollouts: Sequence[Rollout], rewards: NDArray[np.float32], texts: Texts) -> Gathered:
+def gather_rollouts(world: World, rollouts: Sequence[Rollout], rewards: NDArray[np.float32], texts: Texts) -> Gathered:
     """Gather the N rollouts of all ranks, their rewards [N] and the texts generated ahead; collective.
 
     What the update reads does not depend on which rank had a response, or finished first.

@@ -1,7 +1,7 @@
 """Owns the DeepSpeed engine round the policy model: updates, weights out, state out and in; knows no decoding or file.
 
 The update is a function of the rollouts in key order, the weights and the number of ranks, never of timing; on a GPU
-operators add in a fixed order there (``kernels.deterministic``).
+operators add in a fixed order there (``kernels.deterministic_operations``).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.common.records import FinishReason, Rollout
 from tlt_hpc.config import Config
-from tlt_hpc.kernels.dispatch import deterministic
+from tlt_hpc.kernels.dispatch import deterministic_operations
 from tlt_hpc.models.lora import add_adapters, merge_adapters, named_adapters, without_adapters
 from tlt_hpc.models.piece import Piece
 from tlt_hpc.models.policy_model import PolicyModel
-from tlt_hpc.models.weight_files import is_expert
+from tlt_hpc.models.weight_files import is_fused_expert_name
 from tlt_hpc.rl.advantage import token_weights
 from tlt_hpc.rl.batches import Indices, pack_rollouts, plan_updates
-from tlt_hpc.rl.distributed import join_sequence_group, learning_rate, start_engine, start_frozen_engine
+from tlt_hpc.rl.distributed import join_sequence_group, learning_rate, start_frozen_engine, start_training_engine
 from tlt_hpc.rl.loss import correction_weights, kl_estimate, mismatch_terms, policy_loss
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, TokenSums, gradient_error
 from tlt_hpc.rl.train_state import TrainState, gather_parameters
@@ -81,7 +81,7 @@ class Policy:
         excluded: Sequence[int] = (),
     ) -> None:
         assert torch.distributed.is_initialized(), "join_process_group comes first"
-        world.say("starting DeepSpeed")
+        world.print_once("starting DeepSpeed")
         import deepspeed  # seconds, and files, that a rank which trains no policy does without
 
         assert (config.algorithm.kl_coefficient > 0) == (reference is not None), "a reference goes with a KL term"
@@ -96,16 +96,16 @@ class Policy:
         self._parameters = dict(named_adapters(model)) if config.lora.rank else self._weights_of_model
         """Those that are trained."""
         self._attention_crossover_tokens = attention_crossover_tokens(model)
-        repeats_layers = config.optimizer.repeats_layers(deepspeed.get_accelerator().device_name())
+        repeats_layers = config.optimizer.uses_gradient_checkpointing(deepspeed.get_accelerator().device_name())
         self._sequence = join_sequence_group(world, config.optimizer.sequence_parallel)
         self._excluded = excluded
         trained = PolicyModel(model, repeats_layers, self._sequence, excluded)
-        self.engine = start_engine(trained, config, world.size)
-        self._state = TrainState(self.engine, self._parameters, self._stage, world)
+        self.engine = start_training_engine(trained, config, world.size)
+        self._state = TrainState(self.engine, self._parameters, self._zero_stage, world)
         self._recipe = config.algorithm.recipe
         self._reference: Any = None
         if reference is not None:
-            self._reference = self._without_adapters if config.lora.rank else self._start_reference(reference())
+            self._reference = self._forward_without_adapters if config.lora.rank else self._start_reference(reference())
         self._num_steps = 0
         self._has_state = False
 
@@ -114,7 +114,7 @@ class Policy:
         """Optimiser steps taken since the weights were first loaded, over all runs of the job."""
         return self._num_steps
 
-    @deterministic()
+    @deterministic_operations()
     def update(self, rollouts: Sequence[Rollout], advantages: NDArray[np.float32]) -> PolicyStats:
         """Train on one step's rollouts, ``updates_per_step`` times on a part of them each.
 
@@ -127,10 +127,10 @@ class Policy:
         """
         keys = [rollout.key for rollout in rollouts]
         assert keys == sorted(keys), "rollouts ordered by key"
-        by_response = np.split(advantages, _ends(rollouts)[:-1])
-        plans = self._plan(rollouts, self._config.algorithm.updates_per_step)
+        by_response = np.split(advantages, _response_ends(rollouts)[:-1])
+        plans = self._plan_micro_batches(rollouts, self._config.algorithm.updates_per_step)
         own = [
-            [self._load_batch(rollouts, by_response, weights, indices) for indices in plan[self._share]]
+            [self._make_device_batch(rollouts, by_response, weights, indices) for indices in plan[self._share_index]]
             for plan, weights in ((plan, self._loss_weights(rollouts, plan)) for plan in plans)
         ]
         self.engine.train()
@@ -140,17 +140,17 @@ class Policy:
         sums, norms = TokenSums(), []
         for batches, old_log_probs in zip(own, old, strict=True):
             is_finite = self._accumulate(batches, old_log_probs, sums)
-            norms.append(self._step())
+            norms.append(self._step_optimizer())
             if not math.isfinite(norms[-1]) or norms[-1] < 0:  # DeepSpeed gives -1 for some that are not finite
-                blamed = self._world.allgather(_not_finite(batches, is_finite))
+                blamed = self._world.allgather(_find_non_finite_responses(batches, is_finite))
                 raise gradient_error(self._config, keys, norms[-1], self._num_steps, chain.from_iterable(blamed))
         seconds = (updating - started, time.perf_counter() - updating)
         num_tokens = sum(rollout.response_tokens.size for rollout in rollouts)
-        totals = sums.over_ranks(self._world, self._config.optimizer.sequence_parallel)
+        totals = sums.sum_over_ranks(self._world, self._config.optimizer.sequence_parallel)
         return self._gather_stats(totals, norms, num_tokens, seconds)
 
-    @deterministic()
-    def reference_kl(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
+    @deterministic_operations()
+    def sum_reference_kl_over_ranks(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
         """Each token's distance from the reference before the update; [T], in the order of ``rollouts``. Collective.
 
         From this policy's own pass, not from the rollout's log-probabilities, whose last bits tell how it was decoded.
@@ -159,11 +159,11 @@ class Policy:
             rollouts: all of the step, of all ranks; the same on every rank.
         """
         assert self._reference is not None, "there is no reference"
-        (plan,) = self._plan(rollouts, 1)
-        ends = _ends(rollouts)
+        (plan,) = self._plan_micro_batches(rollouts, 1)
+        ends = _response_ends(rollouts)
         found, nothing = np.zeros(ends[-1]), [np.zeros(0, np.float32)] * len(rollouts)
-        for indices in plan[self._share]:
-            batch = self._load_batch(rollouts, nothing, np.zeros(len(rollouts)), indices)
+        for indices in plan[self._share_index]:
+            batch = self._make_device_batch(rollouts, nothing, np.zeros(len(rollouts)), indices)
             log_probs, reference = self._log_probs(self.engine, batch), self._log_probs(self._reference, batch)
             kl = kl_estimate(self._config.algorithm.kl_estimator, log_probs, reference).double().cpu().numpy()
             for index in indices:
@@ -171,7 +171,7 @@ class Policy:
                 found[ends[index] - size : ends[index]], kl = kl[:size], kl[size:]
         if self._world.rank % self._config.optimizer.sequence_parallel:  # the ranks of a sequence have the same
             found[:] = 0.0
-        return self._world.sum(found)
+        return self._world.sum_over_ranks(found)
 
     def gather_named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights under their Hugging Face names and in their shapes, a tied one once; collective.
@@ -182,7 +182,7 @@ class Policy:
         for _, layer in groupby(self._weights_of_model.items(), lambda named: _layer_of(named[0])):
             weights = dict(layer)
             BEAT.tick()
-            with gather_parameters(weights.values(), self._stage):
+            with gather_parameters(weights.values(), self._zero_stage):
                 held = {name: parameter.detach() for name, parameter in weights.items()}
                 yield from merge_adapters(held, self._config.lora)
 
@@ -194,7 +194,7 @@ class Policy:
         piece is good only until the next is asked for; ask for all of them.
         """
         self._create_optimizer_moments()
-        yield from self._state.shard()
+        yield from self._state.own_state_pieces()
 
     @property
     def num_shard_bytes(self) -> int:
@@ -228,7 +228,7 @@ class Policy:
         """Hash of all fp32 weights that are trained in the order of their names, equal on all ranks."""
         digest = hashlib.sha256()
         for name in sorted(self._parameters):
-            weights = self._state.master(name).to("cpu", torch.float32)
+            weights = self._state.gather_master_weights(name).to("cpu", torch.float32)
             digest.update(name.encode())
             # Gathering adds zeros, which turns -0 into +0; so that the stage does not matter, always.
             digest.update((weights + 0.0).contiguous().numpy().data)
@@ -236,7 +236,7 @@ class Policy:
 
     def close(self) -> None:
         """Free the engine; the process group stays, and another policy may follow in this process."""
-        if self._reference is not None and self._stage == 3 and not self._config.lora.rank:
+        if self._reference is not None and self._zero_stage == 3 and not self._config.lora.rank:
             self._reference.destroy()
         self._reference = None
         self.engine.destroy()
@@ -245,7 +245,7 @@ class Policy:
         self._parameters.clear()
         self._weights_of_model.clear()
 
-    def _without_adapters(self, *inputs: Any) -> Any:
+    def _forward_without_adapters(self, *inputs: Any) -> Any:
         """The reference of a policy with adapters: the model that they were added to."""
         with without_adapters(self.engine.module.inner):
             return self.engine(*inputs)
@@ -253,11 +253,11 @@ class Policy:
     def _start_reference(self, model: torch.nn.Module) -> Any:
         """The model that is the reference, sharded at ZeRO stage 3 as the policy is; whole on every rank below."""
         read = PolicyModel(model.requires_grad_(False).eval(), sequence=self._sequence, excluded=self._excluded)
-        if self._stage == 3:
+        if self._zero_stage == 3:
             return start_frozen_engine(read, self._config, self._world.size)
         return read.to(self.engine.device)
 
-    def _plan(self, rollouts: Sequence[Rollout], num_updates: int) -> list[list[list[Indices]]]:
+    def _plan_micro_batches(self, rollouts: Sequence[Rollout], num_updates: int) -> list[list[list[Indices]]]:
         settings = self._config.optimizer
         return plan_updates(
             [rollout.prompt_tokens.size + rollout.response_tokens.size for rollout in rollouts],
@@ -268,7 +268,7 @@ class Policy:
         )
 
     @property
-    def _share(self) -> int:
+    def _share_index(self) -> int:
         """Which of a plan's shares is this rank's, and of the ranks that compute with it."""
         return self._world.rank // self._config.optimizer.sequence_parallel
 
@@ -286,7 +286,7 @@ class Policy:
             weights[indices] = token_weights(lengths, self._recipe.aggregation, self._config.rollout.max_new_tokens)
         return weights
 
-    def _load_batch(
+    def _make_device_batch(
         self,
         rollouts: Sequence[Rollout],
         advantages: Sequence[NDArray[np.float32]],
@@ -328,15 +328,15 @@ class Policy:
         """
         is_finite = []
         for index, (batch, old_log_probs) in enumerate(zip(batches, old, strict=True)):
-            BEAT.at_part("micro-batch", index + 1, len(batches))
+            BEAT.enter_part("micro-batch", index + 1, len(batches))
             self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            losses = self._losses(batch, old_log_probs, sums)
+            losses = self._token_losses_adding_stats(batch, old_log_probs, sums)
             is_finite.append(losses.detach().isfinite())
             # DeepSpeed averages over ranks; the tokens' weights are those of all ranks' tokens.
             self.engine.backward(losses.sum() * self._world.size, scale_wrt_gas=False)
         return is_finite
 
-    def _losses(self, batch: _Batch, old: torch.Tensor | None, sums: TokenSums) -> torch.Tensor:
+    def _token_losses_adding_stats(self, batch: _Batch, old: torch.Tensor | None, sums: TokenSums) -> torch.Tensor:
         """What each token adds to the loss [T]; adds to the sums for the stats."""
         algorithm, recipe = self._config.algorithm, self._recipe
         log_probs, entropy, router_loss = self._forward(self.engine, batch)
@@ -346,7 +346,7 @@ class Policy:
         corrections, outside = correction_weights(algorithm.correction, old, batch.rollout_log_probs)
         pg_losses = pg_losses * corrections
         losses, kl = pg_losses, torch.zeros_like(old)
-        if self._reference is not None and algorithm.kl_in == "loss":
+        if self._reference is not None and algorithm.kl_placement == "loss":
             kl = kl_estimate(algorithm.kl_estimator, log_probs, self._log_probs(self._reference, batch))
             losses = losses + algorithm.kl_coefficient * kl
         if algorithm.entropy_coefficient:
@@ -362,11 +362,11 @@ class Policy:
             sums.add(per_token, distance)
         return losses * batch.weights
 
-    def _step(self) -> float:
+    def _step_optimizer(self) -> float:
         """One optimiser step; returns the gradient's global norm before clipping, whether it is finite or not."""
         self._set_learning_rate(learning_rate(self._config, self._num_steps))
         own_norm = None
-        if self._stage == 0:
+        if self._zero_stage == 0:
             gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
             own_norm = torch.nn.utils.get_total_norm(gradients)
         self.engine.step()
@@ -400,7 +400,7 @@ class Policy:
         )
 
     @property
-    def _stage(self) -> int:
+    def _zero_stage(self) -> int:
         return self._config.optimizer.zero_stage
 
     def _create_optimizer_moments(self) -> None:
@@ -410,19 +410,19 @@ class Policy:
         self._set_learning_rate(0.0)
         self.engine.train()
         self.engine.set_gradient_accumulation_boundary(True)
-        nothing = self._load_batch([], [], np.zeros(0), ())
+        nothing = self._make_device_batch([], [], np.zeros(0), ())
         self.engine.backward(self._forward(self.engine, nothing)[0].sum(), scale_wrt_gas=False)
         self.engine.step()
         self._has_state = True
         self._state.set_step_count(self._num_steps)
 
 
-def _ends(rollouts: Sequence[Rollout]) -> NDArray[np.int64]:
+def _response_ends(rollouts: Sequence[Rollout]) -> NDArray[np.int64]:
     """Where each response's tokens end among those of all, [N]."""
     return np.cumsum([rollout.response_tokens.size for rollout in rollouts])
 
 
-def _not_finite(batches: Sequence[_Batch], is_finite: Sequence[torch.Tensor]) -> list[int]:
+def _find_non_finite_responses(batches: Sequence[_Batch], is_finite: Sequence[torch.Tensor]) -> list[int]:
     """Indices of the responses with a loss that is not finite."""
     found = zip(batches, is_finite, strict=True)
     return [batch.indices[row] for batch, finite in found for row in set(batch.rows[~finite].tolist())]
@@ -441,8 +441,8 @@ def attention_crossover_tokens(model: torch.nn.Module) -> float:
     are half as many as the document has. Of experts those count that a token passes through.
     """
     config: Any = model.config
-    weights = sum(parameter.numel() for name, parameter in model.named_parameters() if not is_expert(name))
-    if experts := sum(parameter.numel() for name, parameter in model.named_parameters() if is_expert(name)):
+    weights = sum(parameter.numel() for name, parameter in model.named_parameters() if not is_fused_expert_name(name))
+    if experts := sum(parameter.numel() for name, parameter in model.named_parameters() if is_fused_expert_name(name)):
         weights += experts * config.num_experts_per_tok // config.num_experts
     width: int = config.num_hidden_layers * config.hidden_size
     return weights / width

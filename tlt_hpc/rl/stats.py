@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.common.records import Rollout, SampleKey
-from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.models.piece import LOWER_RATE
 
@@ -92,10 +92,10 @@ class TokenSums:
         if distance.numel():
             self.largest = max(self.largest, float(distance.max()))
 
-    def over_ranks(self, world: World, num_alike: int) -> TokenSums:
+    def sum_over_ranks(self, world: World, num_alike: int) -> TokenSums:
         """The sums of all ranks together, ``num_alike`` of which have the same each; collective."""
         total = TokenSums()
-        total.sums = world.sum(self.sums / num_alike)
+        total.sums = world.sum_over_ranks(self.sums / num_alike)
         total.largest = max(world.allgather(self.largest))
         return total
 
@@ -109,16 +109,18 @@ class NotFiniteError(UserError):
     """A step met values that are not finite; raised before they reach a metrics line or a checkpoint."""
 
 
-def check_step(config: Config, rollouts: Sequence[Rollout], rewards: NDArray[np.float32]) -> None:
+def check_rollouts_are_finite(config: Config, rollouts: Sequence[Rollout], rewards: NDArray[np.float32]) -> None:
     """Check what an update is about to learn from: log-probabilities of the rollout, and the rewards [N].
 
     Raises:
         NotFiniteError: with the step and the responses.
     """
     if bad := [rollout.key for rollout in rollouts if not np.isfinite(rollout.log_probs).all()]:
-        raise NotFiniteError(f"{_step(bad[0])}: log-probabilities of {named(bad)} are not finite; {remedy(config)}")
+        what = f"{_format_step(bad[0])}: log-probabilities of {format_response_keys(bad)}"
+        raise NotFiniteError(f"{what} are not finite; {non_finite_remedy(config)}")
     if bad := [rollout.key for rollout, reward in zip(rollouts, rewards, strict=True) if not np.isfinite(reward)]:
-        raise NotFiniteError(f"{_step(bad[0])}: the reward of {named(bad)} is not finite; correct the reward function")
+        what = f"{_format_step(bad[0])}: the reward of {format_response_keys(bad)}"
+        raise NotFiniteError(f"{what} is not finite; correct the reward function")
 
 
 def gradient_error(
@@ -132,22 +134,26 @@ def gradient_error(
         blamed: indices of the responses whose own loss is not finite, on any rank.
     """
     bad = [keys[index] for index in sorted(set(blamed))]
-    cause = f"nor is the loss of {named(bad)}" if bad else "the losses are, so the backward pass has overflowed"
+    cause = (
+        f"nor is the loss of {format_response_keys(bad)}"
+        if bad
+        else "the losses are, so the backward pass has overflowed"
+    )
     words = f"the gradient (norm {norm}, optimiser step {update}) is not finite"
-    return NotFiniteError(f"{_step(keys[0])}: {words}; {cause}; {remedy(config)}")
+    return NotFiniteError(f"{_format_step(keys[0])}: {words}; {cause}; {non_finite_remedy(config)}")
 
 
-def named(keys: Sequence[SampleKey]) -> str:
+def format_response_keys(keys: Sequence[SampleKey]) -> str:
     """Responses by draw and sample, as the rollout log names them."""
     words = ", ".join(f"draw {key.draw} sample {key.sample}" for key in keys[:_NAMED])
     more = f" and {len(keys) - _NAMED:,} more" if len(keys) > _NAMED else ""
-    return f"{count(len(keys), 'response')} ({words}{more})"
+    return f"{format_count(len(keys), 'response')} ({words}{more})"
 
 
-def remedy(config: Config) -> str:
+def non_finite_remedy(config: Config) -> str:
     """The remedy for values that are not finite, in words."""
     return f"{LOWER_RATE} than {config.optimizer.learning_rate}"
 
 
-def _step(key: SampleKey) -> str:
+def _format_step(key: SampleKey) -> str:
     return f"step {key.step + 1}"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.models.piece import Piece, own_pieces
+from tlt_hpc.cluster.watch.rank_progress import BEAT
+from tlt_hpc.models.piece import Piece, own_tensor_pieces
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -42,11 +42,11 @@ class TrainState:
     def __init__(self, engine: Any, parameters: Mapping[str, torch.nn.Parameter], stage: int, world: World) -> None:
         self._engine, self._parameters, self._stage, self._world = engine, parameters, stage, world
 
-    def master(self, name: str) -> torch.Tensor:
+    def gather_master_weights(self, name: str) -> torch.Tensor:
         """A parameter's fp32 weights in the parameter's shape, whole on every rank."""
         return self._gather_full_state(self._parameters[name], "master")
 
-    def shard(self) -> Iterator[tuple[str, Piece]]:
+    def own_state_pieces(self) -> Iterator[tuple[str, Piece]]:
         """This rank's pieces, under names such as ``lm_head.weight.exp_avg``; see ``Policy.state_shard``."""
         if self._stage == 0:
             every = [
@@ -54,7 +54,7 @@ class TrainState:
                 for name, p in self._parameters.items()
                 for kind in KINDS
             ]
-            yield from own_pieces(every, self._world.rank, self._world.size)
+            yield from own_tensor_pieces(every, self._world.rank, self._world.size)
             return
         for name, parameter in self._parameters.items():
             for kind in KINDS:
@@ -64,10 +64,10 @@ class TrainState:
 
     @property
     def num_shard_bytes(self) -> int:
-        """Bytes of ``shard``, known before there are moments."""
+        """Bytes of ``own_state_pieces``, known before there are moments."""
         if self._stage == 0:
             masters = [(name, parameter) for name, parameter in self._parameters.items() for _ in KINDS]
-            return sum(piece.num_bytes for _, piece in own_pieces(masters, self._world.rank, self._world.size))
+            return sum(piece.num_bytes for _, piece in own_tensor_pieces(masters, self._world.rank, self._world.size))
         masters_only = (self._own_piece(parameter, "master") for parameter in self._parameters.values())
         return len(KINDS) * sum(piece.num_bytes for piece in masters_only if piece is not None)
 
@@ -77,7 +77,7 @@ class TrainState:
         read_span: Callable[[str, int, int, tuple[int, ...]], torch.Tensor],
         num_steps: int,
     ) -> None:
-        """Load what ``shard`` gave on all ranks, once there are moments; arguments as ``Policy.load_state``."""
+        """Load all ranks' ``own_state_pieces``, once there are moments; arguments as ``Policy.load_state``."""
         spread = {name: parameter for name, parameter in self._parameters.items() if _is_spread(parameter)}
         whole = (f"{name}.{kind}" for name in self._parameters if name not in spread for kind in KINDS)
         for full_name, tensor in read(whole):
@@ -86,12 +86,12 @@ class TrainState:
             if kind == "master":  # the next forward pass reads the parameter, which only the next step would write
                 with gather_parameters([parameter], self._stage, modifier_rank=0), torch.no_grad():
                     parameter.copy_(tensor)
-            self._set_full(parameter, kind, tensor.to(self._engine.device))
+            self._set_full_state(parameter, kind, tensor.to(self._engine.device))
 
         def read_own() -> None:
             for name, parameter in spread.items():
                 for kind in KINDS:
-                    self._load_own(parameter, kind, partial(read_span, f"{name}.{kind}"))
+                    self._load_own_shard(parameter, kind, partial(read_span, f"{name}.{kind}"))
 
         self._world.run_on_all_ranks(read_own)
         self.set_step_count(num_steps)
@@ -132,7 +132,7 @@ class TrainState:
         fragment = mapping.get_hp_fragment(None if kind == "master" else kind)
         return Piece(fragment.detach(), mapping.lp_fragment_address.start, tuple(parameter.shape))
 
-    def _set_full(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
+    def _set_full_state(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
         import deepspeed.utils as state
 
         BEAT.tick()
@@ -152,7 +152,9 @@ class TrainState:
         else:
             state.safe_set_full_optimizer_state(parameter, value, kind)
 
-    def _load_own(self, parameter: Any, kind: str, read: Callable[[int, int, tuple[int, ...]], torch.Tensor]) -> None:
+    def _load_own_shard(
+        self, parameter: Any, kind: str, read: Callable[[int, int, tuple[int, ...]], torch.Tensor]
+    ) -> None:
         """Read this rank's share of a parameter's state at stage 3, and of the parameter itself from its master."""
         import deepspeed.utils as state
 

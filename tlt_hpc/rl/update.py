@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import Config
-from tlt_hpc.rl.advantage import advantages_of, overlong_penalties
+from tlt_hpc.rl.advantage import overlong_penalties, token_advantages
 from tlt_hpc.rl.draws import informative_groups, responses_to_train_on
 from tlt_hpc.rl.policy import Policy
-from tlt_hpc.rl.stats import Update, check_step
+from tlt_hpc.rl.stats import Update, check_rollouts_are_finite
 
 
 def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], scores: NDArray[np.float32]) -> Update:
@@ -29,7 +29,7 @@ def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], s
     Raises:
         NotFiniteError: a log-probability, a reward or the gradient is not finite, on all ranks.
     """
-    check_step(config, rollouts, scores)  # also of those that are left out: the rollout log has them
+    check_rollouts_are_finite(config, rollouts, scores)  # also of those that are left out: the rollout log has them
     algorithm, trained = config.algorithm, responses_to_train_on(config.rollout, scores)
     informative_share = float(informative_groups(scores, config.rollout.group_size).mean())
     rollouts, scores = [rollouts[index] for index in trained], scores[trained]
@@ -38,16 +38,16 @@ def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], s
     if algorithm.overlong_buffer:
         rewards = scores + overlong_penalties(lengths, config.rollout.max_new_tokens, algorithm.overlong_buffer)
     token_kl, token_rewards = np.zeros(lengths.sum()), None
-    if algorithm.kl_coefficient and algorithm.kl_in == "reward":
-        token_kl = policy.reference_kl(rollouts)
+    if algorithm.kl_coefficient and algorithm.kl_placement == "reward":
+        token_kl = policy.sum_reference_kl_over_ranks(rollouts)
         token_rewards = -algorithm.kl_coefficient * token_kl
     kl = np.zeros(len(rollouts))
     np.add.at(kl, np.repeat(np.arange(lengths.size), lengths), token_kl)  # one after another, in every version of numpy
     if token_rewards is not None:
         rewards = (rewards - algorithm.kl_coefficient * kl).astype(np.float32)
-    check_step(config, rollouts, rewards)
+    check_rollouts_are_finite(config, rollouts, rewards)
     kind = algorithm.recipe.advantage
-    advantages = advantages_of(kind, rewards, lengths, config.rollout.group_size, token_rewards)
+    advantages = token_advantages(kind, rewards, lengths, config.rollout.group_size, token_rewards)
     first = advantages[np.cumsum(lengths) - lengths]
     mean_kl, stats = float(kl.sum() / lengths.sum()), policy.update(rollouts, advantages)
     return Update(trained, informative_share, rewards, first, mean_kl, stats)

@@ -114,9 +114,9 @@ class FamilyAcceptance:
         """True if enough sequences were observed."""
         return self._num_sequences >= self._ENOUGH_SEQUENCES
 
-    def chances(self) -> list[float]:
+    def acceptance_chances(self) -> list[float]:
         """Chance of each position that its draft is accepted if those before it are: a product-limit estimate."""
-        before = None if self._prior is None else self._prior.chances()
+        before = None if self._prior is None else self._prior.acceptance_chances()
         chance, found = self._FIRST_CHANCE, list[float]()
         for j, (reached, accepted) in enumerate(zip(self._counts.reached, self._counts.accepted, strict=True)):
             # without a prior a position starts from the chance of the one before it
@@ -125,9 +125,9 @@ class FamilyAcceptance:
             found.append(chance)
         return found
 
-    def lengths(self) -> list[float]:
+    def accept_lengths(self) -> list[float]:
         """Expected accept length (bonus token included) of a chain of 0, 1, 2, ... drafts."""
-        return list(accumulate(accumulate([1.0, *self.chances()], mul)))
+        return list(accumulate(accumulate([1.0, *self.acceptance_chances()], mul)))
 
     def add(self, reach: int, accepted: Sequence[int]) -> None:
         """Add a round's accepted drafts by sequence."""
@@ -174,11 +174,11 @@ class Acceptance:
         """True if enough sequences were observed with strategies of a strategy's family."""
         return self._families[self._strategies[index].family].is_known
 
-    def lengths(self, num_live: int) -> list[float]:
+    def accept_lengths(self, num_live: int) -> list[float]:
         """Expected accept length of each strategy in a round of so many sequences."""
         bucket = batch_bucket(num_live)
         if bucket not in self._lengths:
-            lengths = {family: self._at_batch(family, bucket).lengths() for family in self._families}
+            lengths = {family: self._acceptance_at_batch(family, bucket).accept_lengths() for family in self._families}
             self._lengths[bucket] = [lengths[strategy.family][strategy.reach] for strategy in self._strategies]
         return self._lengths[bucket]
 
@@ -186,7 +186,10 @@ class Acceptance:
         """Add a round of so many sequences, with the accepted drafts of each that was still running."""
         if not (strategy.reach and num_live):
             return
-        for family in (self._families[strategy.family], self._at_batch(strategy.family, batch_bucket(num_live))):
+        for family in (
+            self._families[strategy.family],
+            self._acceptance_at_batch(strategy.family, batch_bucket(num_live)),
+        ):
             family.add(strategy.reach, accepted)
         self._num_added += 1
         if self._num_added < WINDOW or self._num_added % _REFRESH == 0:  # they change little in a round
@@ -210,7 +213,7 @@ class Acceptance:
             self._families[family].load_state(state[family])
         self._lengths.clear()
 
-    def _at_batch(self, family: str, bucket: int) -> FamilyAcceptance:
+    def _acceptance_at_batch(self, family: str, bucket: int) -> FamilyAcceptance:
         if (family, bucket) not in self._by_batch:
             overall = self._families[family]
             self._by_batch[family, bucket] = FamilyAcceptance(overall.reach, overall)
@@ -227,7 +230,7 @@ class StoredAcceptance:
         self._chances = {True: 0.97, False: 0.7}
         self._lengths: dict[bool, list[float]] = {}
 
-    def length(self, row: StoredRow, most: int) -> float:
+    def accept_length(self, row: StoredRow, most: int) -> float:
         """Expected accept length (bonus token included) with at most so many drafts."""
         if row.is_sure not in self._lengths:
             chance = self._chances[row.is_sure]

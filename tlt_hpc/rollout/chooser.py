@@ -61,7 +61,7 @@ class _Outlook:
     """True where a rate rests on more than a guess."""
 
     @property
-    def best(self) -> int:
+    def best_index(self) -> int:
         """The best known strategy."""
         indices = [index for index in self.usable if self.known[index]] or self.usable[:1]
         return max(indices, key=self.rates.__getitem__)
@@ -131,14 +131,14 @@ class Chooser:
             rest = self.index_of(strategy.rest), num_rest
             for row, count in zip(stored, accepted[num_rest:], strict=True):
                 self._stored.add(row, strategy.depth, count)
-        elif index != (outlook := self._outlook(num_live)).best:
-            lost = seconds - num_tokens / outlook.rates[outlook.best]
+        elif index != (outlook := self._make_outlook(num_live)).best_index:
+            lost = seconds - num_tokens / outlook.rates[outlook.best_index]
         self._budget.add(seconds, lost)
-        self._costs.add(index, num_live, seconds, rest)
+        self._costs.add_measurement(index, num_live, seconds, rest)
         self.acceptance.add(strategy.rest or strategy, num_rest, accepted[:num_rest])
 
-    def _outlook(self, num_live: int) -> _Outlook:
-        seconds, lengths = self._costs.seconds(num_live), self.acceptance.lengths(num_live)
+    def _make_outlook(self, num_live: int) -> _Outlook:
+        seconds, lengths = self._costs.expected_seconds(num_live), self.acceptance.accept_lengths(num_live)
         rates = [num_live * length / cost for length, cost in zip(lengths, seconds, strict=False)]
         known = [
             not self.strategies[index].reach or (self.acceptance.is_known(index) and self._costs.is_known(index))
@@ -149,9 +149,13 @@ class Chooser:
     def _pick(self, num_live: int) -> int:
         """The best usual strategy, or a trial of another one."""
         draw = self._random.random()  # needed or not: choosers of one seed stay in step
-        outlook = self._outlook(num_live)
-        best = outlook.best
-        if len(outlook.usable) == 1 or not self._costs.ready or (trial := self._trial(outlook, draw)) is None:
+        outlook = self._make_outlook(num_live)
+        best = outlook.best_index
+        if (
+            len(outlook.usable) == 1
+            or not self._costs.plain_cost_is_known
+            or (trial := self._pick_trial_strategy(outlook, draw)) is None
+        ):
             return best
         # once each, a first trial needs no budget: a short rollout could never save up for it
         is_first = not outlook.known[trial] and not self._num_rounds[trial]
@@ -162,27 +166,27 @@ class Chooser:
         """The best of the strategies ``deep`` for stored texts, and the best one for the other rows; None where all
         rows are better decoded alike.
         """
-        if not deep or not self._costs.ready:
+        if not deep or not self._costs.plain_cost_is_known:
             return None
         num_rest, rest, tokens, drafting = num_live - len(stored), self._off, 0.0, 0.0
         if num_rest:
-            others = self._outlook(num_rest)
-            rest = others.best
+            others = self._make_outlook(num_rest)
+            rest = others.best_index
             tokens = others.rates[rest] * others.seconds[rest]
             drafting = self._costs.drafting_seconds(rest, num_rest)
-        alike = self._outlook(num_live)
-        rates = {-1: alike.rates[alike.best]}
+        alike = self._make_outlook(num_live)
+        rates = {-1: alike.rates[alike.best_index]}
         for index in deep:
             depth = self.strategies[index].depth
             if depth >= self.strategies[rest].depth:
-                expected = tokens + sum(self._stored.length(row, depth) for row in stored)
+                expected = tokens + sum(self._stored.accept_length(row, depth) for row in stored)
                 rates[index] = expected / (alike.seconds[index] + drafting)
         best = max(rates, key=rates.__getitem__)
         return None if best < 0 else (best, rest)
 
-    def _trial(self, outlook: _Outlook, draw: float) -> int | None:
+    def _pick_trial_strategy(self, outlook: _Outlook, draw: float) -> int | None:
         """The strategy to try instead of the best: first one never tried, then, rarely, any that might be better."""
-        best, usable = outlook.best, outlook.usable
+        best, usable = outlook.best_index, outlook.usable
         untried = [index for index in usable if not outlook.known[index]]
         if best != self._off and self._off in usable and not self._costs.is_measured(self._off, outlook.num_live):
             untried.append(self._off)  # all others are compared with it, so it is measured at each batch size
@@ -200,7 +204,7 @@ class Chooser:
 
     def _contenders(self, outlook: _Outlook, indices: Sequence[int]) -> list[int]:
         """Strategies that would win if all their drafts were accepted; "off" always: the machine may have changed."""
-        top = outlook.rates[outlook.best]
+        top = outlook.rates[outlook.best_index]
 
         def may_win(index: int) -> bool:
             reach = self.strategies[index].reach

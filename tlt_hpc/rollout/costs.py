@@ -39,15 +39,15 @@ class _Correction:
     num_rounds: float = 0.0
     last_round: int = 0
 
-    def rounds_at(self, now: int) -> float:
+    def faded_num_rounds(self, now: int) -> float:
         return self.num_rounds * math.exp2((self.last_round - now) / _HALF_LIFE)
 
-    def factor(self, now: int) -> float:
-        rounds = self.rounds_at(now)
+    def cost_factor(self, now: int) -> float:
+        rounds = self.faded_num_rounds(now)
         return math.exp(self.mean * rounds / (rounds + _PRIOR_ROUNDS))
 
     def add(self, value: float, now: int) -> None:
-        rounds = min(_MAX_ROUNDS, self.rounds_at(now) + 1)
+        rounds = min(_MAX_ROUNDS, self.faded_num_rounds(now) + 1)
         self.mean += (value - self.mean) / rounds
         self.num_rounds, self.last_round = rounds, now
 
@@ -63,7 +63,7 @@ class RoundCosts:
 
     def __init__(self, strategies: Sequence[Strategy]) -> None:
         self._off = strategies.index(OFF)
-        self._shapes = np.array([_shape(strategy) for strategy in strategies], float)
+        self._shapes = np.array([_strategy_cost_terms(strategy) for strategy in strategies], float)
         """Factors [S, 5] of the coefficients in a round of one sequence."""
         self._coefficients, self._scale = np.array(_SHARES), math.inf
         self._covariance = self._first_covariance = np.zeros((len(_SHARES), len(_SHARES)))
@@ -72,7 +72,7 @@ class RoundCosts:
         self._num_rounds = self._num_off_rounds = 0
 
     @property
-    def ready(self) -> bool:
+    def plain_cost_is_known(self) -> bool:
         """True if the cost of plain rounds, with which others are compared, is known."""
         return self._num_off_rounds >= _OFF_ROUNDS
 
@@ -84,44 +84,44 @@ class RoundCosts:
         """True if the strategy ran in a round of about this many sequences."""
         return batch_bucket(num_live) in self._corrections[index]
 
-    def seconds(self, num_live: int) -> list[float]:
+    def expected_seconds(self, num_live: int) -> list[float]:
         """Expected seconds of a round, by strategy."""
         if num_live not in self._tables:
             bucket, now = batch_bucket(num_live), self._num_rounds
             self._tables[num_live] = [
-                seconds * (known[bucket].factor(now) if bucket in known else 1.0)
-                for seconds, known in zip(self._modelled(num_live), self._corrections, strict=True)
+                seconds * (known[bucket].cost_factor(now) if bucket in known else 1.0)
+                for seconds, known in zip(self._modelled_seconds(num_live), self._corrections, strict=True)
             ]
         return self._tables[num_live]
 
     def drafting_seconds(self, index: int, num_live: int) -> float:
         """Seconds of the part of a round that drafts."""
-        return max(0.0, float(self._terms(num_live)[index, 3:] @ self._coefficients[3:]))
+        return max(0.0, float(self._cost_terms(num_live)[index, 3:] @ self._coefficients[3:]))
 
-    def add(self, index: int, num_live: int, seconds: float, rest: tuple[int, int] | None = None) -> None:
+    def add_measurement(self, index: int, num_live: int, seconds: float, rest: tuple[int, int] | None = None) -> None:
         """A measured round; ``rest``: the strategy with which so many of its sequences were drafted for."""
         if rest is not None:
             # what the drafting of the others cost is taken as expected, and the remainder is the round's own
             seconds = max(seconds - self.drafting_seconds(*rest), 0.1 * seconds)
-        terms = self._terms(num_live)[index]
-        if not self.ready:
-            self._start(terms, seconds)
-        expected = self.seconds(num_live)[index]
+        terms = self._cost_terms(num_live)[index]
+        if not self.plain_cost_is_known:
+            self._scale_first_coefficients(terms, seconds)
+        expected = self.expected_seconds(num_live)[index]
         factor = _FACTOR if self.is_measured(index, num_live) else _FIRST_FACTOR
         seconds = min(max(seconds, expected / factor), expected * factor)
         self._tables.clear()
         self._num_rounds += 1
         self._num_off_rounds += index == self._off
         if self._num_rounds < _ALL_FITTED or self._num_rounds % _FIT_EVERY == 0:
-            self._fit(terms, seconds, expected)
+            self._update_kalman_filter(terms, seconds, expected)
         correction = self._corrections[index].setdefault(batch_bucket(num_live), _Correction())
-        correction.add(math.log(seconds / self._modelled(num_live)[index]), self._num_rounds)
+        correction.add(math.log(seconds / self._modelled_seconds(num_live)[index]), self._num_rounds)
 
-    def _terms(self, num_live: int) -> NDArray[np.float64]:
+    def _cost_terms(self, num_live: int) -> NDArray[np.float64]:
         """Factors [S, 5] of the coefficients in a round of so many sequences."""
         return self._shapes * (1, num_live, num_live, 1, num_live)
 
-    def _start(self, terms: NDArray[np.float64], seconds: float) -> None:
+    def _scale_first_coefficients(self, terms: NDArray[np.float64], seconds: float) -> None:
         """Scale the coefficients to the fastest of the first rounds; each may be off by as much as it is."""
         num_live = terms[1]
         shares = _SHARES / np.array((1, num_live, num_live, 1, num_live))
@@ -130,7 +130,7 @@ class RoundCosts:
         self._coefficients = self._scale * shares
         self._covariance = self._first_covariance = np.diag(self._coefficients**2)
 
-    def _fit(self, terms: NDArray[np.float64], seconds: float, expected: float) -> None:
+    def _update_kalman_filter(self, terms: NDArray[np.float64], seconds: float, expected: float) -> None:
         """A step of the Kalman filter: coefficients that drift, and a measurement with relative noise."""
         first = self._first_covariance
         covariance = self._covariance + np.where(self._covariance < first, _DRIFT * first, 0.0)
@@ -139,8 +139,8 @@ class RoundCosts:
         self._coefficients = self._coefficients + (seconds - self._coefficients @ terms) / variance * spread
         self._covariance = covariance - np.outer(spread, spread) / variance
 
-    def _modelled(self, num_live: int) -> list[float]:
-        seconds, coefficients = self._terms(num_live) @ self._coefficients, self._coefficients
+    def _modelled_seconds(self, num_live: int) -> list[float]:
+        seconds, coefficients = self._cost_terms(num_live) @ self._coefficients, self._coefficients
         plain = coefficients[0] + num_live * (coefficients[1] + coefficients[2])
         # no round is much cheaper than a plain one, whatever the coefficients say while they are hardly known
         lowest = max(0.5 * plain, 0.1 * self._scale if self._covariance.any() else 0.0)
@@ -148,7 +148,7 @@ class RoundCosts:
         return found
 
 
-def _shape(strategy: Strategy) -> tuple[int, int, int, int, int]:
+def _strategy_cost_terms(strategy: Strategy) -> tuple[int, int, int, int, int]:
     """One for the round and the sequence, then verified tokens, draft steps and drafted tokens of one sequence."""
     if not strategy.has_drafter:
         return 1, 1, strategy.widest_pass, 0, 0

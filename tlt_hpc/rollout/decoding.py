@@ -18,16 +18,16 @@ from torch import Tensor
 
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.rollout.drafts import LearnedDrafts, Proposal, join_proposals
-from tlt_hpc.rollout.guard import TieGuard
-from tlt_hpc.rollout.ngram_drafts import NgramDrafts, NoiseAt, noise_of
+from tlt_hpc.rollout.ngram_drafts import NgramDrafts, NoiseAt, make_noise_reader
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rounds import PhaseSeconds, RoundPlan, RoundResult
 from tlt_hpc.rollout.sampling import choose_tokens_by_rule, token_log_probs
 from tlt_hpc.rollout.scheduler import Scheduler
 from tlt_hpc.rollout.strategy import OFF, Strategy
-from tlt_hpc.rollout.target_pass import AcceptedPath, TargetPass, along_path, noise_by_node
-from tlt_hpc.rollout.tree import DraftTree, chains, make_tree
+from tlt_hpc.rollout.target_pass import AcceptedPath, TargetPass, noise_by_node, values_along_path
+from tlt_hpc.rollout.tie_guard import TieGuard
+from tlt_hpc.rollout.tree import DraftTree, make_chains_from_rows, make_tree
 
 logger = logging.getLogger(__name__)
 
@@ -90,19 +90,19 @@ class HostRounds:
         rows, clock, phases = self.scheduler.rows, _Clock(), PhaseSeconds()
         responses, num_guarded = list(rows.responses), self.guard.num_guarded
         noise = self.noise.noise_at_positions(rows.response_lengths, plan.strategy.depth + 1)
-        phases.sample += clock.lap()
+        phases.sample += clock.take_lap_seconds()
         proposal, is_sound = self.propose(plan, noise)
         drafts = proposal.drafts
-        phases.draft += clock.lap()
+        phases.draft += clock.take_lap_seconds()
         features, logits = self.target.forward(drafts, self.scheduler.layout)
-        phases.verify += clock.lap()
+        phases.verify += clock.take_lap_seconds()
         accepted = self._accept(drafts, logits, noise_by_node(noise, drafts))
         self._commit(drafts, accepted, features, logits)
         if self.learned is not None:
             self.learned.count_accepted_nodes(proposal, accepted.on_path)
-        phases.sample += clock.lap()
+        phases.sample += clock.take_lap_seconds()
         given = append_accepted_tokens(responses, accepted)
-        phases.other += clock.lap()
+        phases.other += clock.take_lap_seconds()
         self._done.append(
             RoundResult(
                 plan,
@@ -121,11 +121,15 @@ class HostRounds:
     def propose(self, plan: RoundPlan, noise: Tensor) -> tuple[Proposal, bool]:
         """Drafts of a round, and whether the drafter is sound; where it is not there are no drafts."""
         rest = plan.strategy.rest
-        found = self._proposal(plan.strategy, noise) if rest is None else self._with_stored(plan, rest, noise)
-        is_sound = self.check_sound(found.scores)
-        return (found if is_sound else self._proposal(OFF, noise)), is_sound
+        found = (
+            self._propose_by_strategy(plan.strategy, noise)
+            if rest is None
+            else self._propose_with_stored_texts(plan, rest, noise)
+        )
+        is_sound = self.check_drafter_scores(found.scores)
+        return (found if is_sound else self._propose_by_strategy(OFF, noise)), is_sound
 
-    def check_sound(self, scores: Tensor | None) -> bool:
+    def check_drafter_scores(self, scores: Tensor | None) -> bool:
         """True unless a score is NaN; then the drafter rests from now on."""
         if scores is None or not bool(torch.isnan(scores).any()):
             return True
@@ -136,37 +140,37 @@ class HostRounds:
         self.drafter_is_sound = False
         return False
 
-    def _proposal(self, strategy: Strategy, noise: Tensor) -> Proposal:
+    def _propose_by_strategy(self, strategy: Strategy, noise: Tensor) -> Proposal:
         """Drafts of the first rows, as many as ``noise`` [B, D, V] has."""
         rows, count = self.scheduler.rows, len(noise)
         if strategy.source == "off":
             return Proposal(DraftTree(rows.last_tokens(count).unsqueeze(1)))
         if strategy.source == "ngram":
-            nodes = self.ngram_chains(strategy, noise_of(noise), count)
-            return Proposal(chains(nodes, max(map(len, nodes)), noise.device))
+            nodes = self.ngram_chains(strategy, make_noise_reader(noise), count)
+            return Proposal(make_chains_from_rows(nodes, max(map(len, nodes)), noise.device))
         assert self.learned is not None, f"strategy {strategy.name} without a drafter"
-        return self.learned.propose(rows, self.scheduler.layout_of(count), noise, strategy)
+        return self.learned.propose(rows, self.scheduler.layout_of_first_rows(count), noise, strategy)
 
-    def _with_stored(self, plan: RoundPlan, rest: Strategy, noise: Tensor) -> Proposal:
+    def _propose_with_stored_texts(self, plan: RoundPlan, rest: Strategy, noise: Tensor) -> Proposal:
         """Drafts of stored texts for the rows that have any, which are the last ones, and others for the rest."""
-        count, nodes = self.stored_nodes(plan)
-        others = self._proposal(rest, noise[:count, : rest.depth + 1]) if count else None
+        count, nodes = self.stored_draft_nodes(plan)
+        others = self._propose_by_strategy(rest, noise[:count, : rest.depth + 1]) if count else None
         width = max(*map(len, nodes), others.drafts.num_nodes if others else 0)
         found = join_proposals(others, nodes, width, noise.device)
         if found.drafts.parents is None:
             return found
         return replace(found, drafts=make_tree(found.drafts.tokens, found.drafts.parents, width - 1))
 
-    def stored_nodes(self, plan: RoundPlan) -> tuple[int, list[list[int]]]:
+    def stored_draft_nodes(self, plan: RoundPlan) -> tuple[int, list[list[int]]]:
         """The number of rows without drafts from stored texts, and last token and drafts of each row after them."""
         responses, num_rest = self.scheduler.rows.responses, self.scheduler.rows.num_live - len(plan.stored)
         with_text = [(one, one.stored) for one in responses[num_rest:] if one.stored is not None]
-        return num_rest, [[one.text[-1], *stored.drafts(plan.strategy.depth)] for one, stored in with_text]
+        return num_rest, [[one.text[-1], *stored.next_drafts(plan.strategy.depth)] for one, stored in with_text]
 
     def ngram_chains(self, strategy: Strategy, noise: NoiseAt, count: int) -> list[list[int]]:
         """The last token of each of the first rows, and the drafts after it."""
         responses = self.scheduler.rows.responses[:count]
-        drafted = self.ngram.chains(responses, noise, strategy)
+        drafted = self.ngram.draft_chains(responses, noise, strategy)
         return [[response.text[-1], *tokens] for response, tokens in zip(responses, drafted, strict=True)]
 
     # -- accept -------------------------------------------------------------------------------------------------
@@ -176,7 +180,7 @@ class HostRounds:
         rows = self.scheduler.rows
         rules = [response.rule for response in rows.responses]
         tolerated = self.guard.logit_tolerance
-        choice = choose_tokens_by_rule(logits, noise, rules, self.guard.tolerance)
+        choice = choose_tokens_by_rule(logits, noise, rules, self.guard.score_tolerance)
         chosen, doubtful = choice.token, choice.doubtful
         decided = torch.zeros_like(doubtful)
         while True:
@@ -194,18 +198,22 @@ class HostRounds:
                 prefix = torch.cat(
                     [rows.tokens[row, : rows.lengths[row]], drafts.tokens[row, accepted.path[row, 1 : column + 1]]]
                 )
-                chosen[row, node] = self.guard.decide(prefix, noise[row, node], logits[row, node], rules[row])
+                chosen[row, node] = self.guard.decide_token_in_float64(
+                    prefix, noise[row, node], logits[row, node], rules[row]
+                )
                 decided[row, node] = True
             if self.guard.logit_tolerance > tolerated:
                 tolerated = self.guard.logit_tolerance
-                doubtful = choose_tokens_by_rule(logits, noise, rules, self.guard.tolerance).doubtful
+                doubtful = choose_tokens_by_rule(logits, noise, rules, self.guard.score_tolerance).doubtful
 
     # -- commit -------------------------------------------------------------------------------------------------
 
     def _commit(self, drafts: DraftTree, accepted: AcceptedPath, features: Tensor, logits: Tensor) -> None:
         """Commit what the rows accepted, with its log-probs."""
         rows = self.scheduler.rows
-        at_path = (logits if drafts.depths is None else along_path(logits, accepted.path))[..., : self.noise.vocab_size]
+        at_path = (logits if drafts.depths is None else values_along_path(logits, accepted.path))[
+            ..., : self.noise.vocab_size
+        ]
         log_probs = token_log_probs(at_path, accepted.chosen, rows.temperatures[: rows.num_live].view(-1, 1, 1))
         columns = self.target.commit(drafts, accepted, features)
         rows.log_probs[torch.arange(len(columns)).unsqueeze(1), columns.cpu()] = log_probs.cpu()
@@ -229,7 +237,7 @@ class _Clock:
     def total(self) -> float:
         return self._last - self._start
 
-    def lap(self) -> float:
+    def take_lap_seconds(self) -> float:
         now = time.perf_counter()
         passed, self._last = now - self._last, now
         return passed

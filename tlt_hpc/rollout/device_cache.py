@@ -48,22 +48,22 @@ class DevicePagedCache(PagedCache):
         # a block of queries spans up to so many slots beyond its first, though it sees none of those past its row
         super().__init__(shape, replace(sizes, num_positions=sizes.num_positions + MAX_QUERIES), dtype, device)
         pages = (self._num_layers, sizes.num_pages + 1, sizes.page_size, shape.num_kv_heads, shape.head_dim)
-        self._keys, self._values = (self._memory.zeros(*pages, dtype=dtype) for _ in range(2))
+        self._keys, self._values = (self._memory.allocate_zeros(*pages, dtype=dtype) for _ in range(2))
         self._pools = [self._keys, self._values]
 
-    def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> None:
+    def build_layout(self, tables: Sequence[Sequence[int]], high_water: int) -> None:
         """The kernels read the tables alone."""
 
-    def move_slots(self, source: Tensor, target: Tensor) -> None:
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy the target model's keys and values from slots [m] to slots [m]."""
         for pages in self._pools:
             flat = pages[: self._num_target_layers].flatten(1, 2)
             flat[:, target] = flat[:, source]
 
-    def _passes(
+    def _make_pass_attentions(
         self, layout: Layout | None, tables: Tensor, seen: Seen, width: int, only_layer: int | None
     ) -> list[Attend]:
-        write, table = self.slots(seen.positions, tables), tables.int()
+        write, table = self.slots_of_positions(seen.positions, tables), tables.int()
         passes: list[Attend] = []
         for start in range(0, seen.positions.shape[1], width):
             part = slice(start, start + width)
@@ -91,19 +91,19 @@ class _PassAttend(FusedAttend):
     only_layer: int | None
 
     def __call__(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
-        keys, values, window = self._layer(layer)
+        keys, values, window = self._layer_pages(layer)
         key, value = key_value.chunk(2, 1)
         keys.flatten(0, 1).index_copy_(0, self.write, key)
         values.flatten(0, 1).index_copy_(0, self.write, value)
         return self.reading.compute_attention(query, keys, values, window)
 
-    def fused(self, layer: int, qkv: Tensor, rotary: RotaryRows, norms: HeadNorms | None) -> Tensor:
-        keys, values, window = self._layer(layer)
+    def attend_fused(self, layer: int, qkv: Tensor, rotary: RotaryRows, norms: HeadNorms | None) -> Tensor:
+        keys, values, window = self._layer_pages(layer)
         table = rotary.table
         query = rotate_and_store(qkv, table.cosine, table.sine, rotary.positions, keys, values, self.write, norms)
         return self.reading.compute_attention(query, keys, values, window)
 
-    def _layer(self, layer: int) -> tuple[Tensor, Tensor, int]:
+    def _layer_pages(self, layer: int) -> tuple[Tensor, Tensor, int]:
         """Its pages of keys and values, and its window."""
         at = layer if self.only_layer is None else self.only_layer
         return self.keys[at], self.values[at], self.windows[at]

@@ -27,7 +27,7 @@ from tlt_hpc.rollout.rounds import PhaseSeconds, RoundPlan, RoundResult
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.target_pass import noise_by_node
 from tlt_hpc.rollout.transfer import PendingHostCopy, upload
-from tlt_hpc.rollout.tree import DraftTree, chains, make_tree
+from tlt_hpc.rollout.tree import DraftTree, make_chains_from_rows, make_tree
 
 
 @dataclass
@@ -86,11 +86,11 @@ class DeviceRounds(HostRounds):
         self._graphs.tolerance.fill_(self.guard.logit_tolerance if self.is_guarded else 0.0)
         num_captured = len(self._graphs)
         watch = _Stopwatch(self.decoder.device)
-        padded = self._drafts(plan)
+        padded = self._propose_for_round(plan)
         watch.mark()
         before = rows.lengths.clone() if self.is_guarded else None
         outcome, log_probs, on_path = self._graphs.verify_and_commit(padded.drafts, truncates)
-        live, proposal = slice(rows.num_live), padded.first(rows.num_live)
+        live, proposal = slice(rows.num_live), padded.first_rows(rows.num_live)
         host_copies = (
             PendingHostCopy(outcome[live]),
             PendingHostCopy(log_probs[live]),
@@ -112,29 +112,29 @@ class DeviceRounds(HostRounds):
             )
         )
 
-    def _drafts(self, plan: RoundPlan) -> Proposal:
+    def _propose_for_round(self, plan: RoundPlan) -> Proposal:
         """The drafts of a bucket."""
         rows, strategy = self.scheduler.rows, plan.strategy
         if strategy.rest is None:
-            return self._drafts_of_first(strategy, rows.num_live)
-        num_rest, nodes = self.stored_nodes(plan)
-        nodes += nodes[:1] * (self._graphs.bucket(rows.num_live) - rows.num_live)
-        others = self._drafts_of_first(strategy.rest, num_rest).first(num_rest) if num_rest else None
+            return self._propose_for_first_rows(strategy, rows.num_live)
+        num_rest, nodes = self.stored_draft_nodes(plan)
+        nodes += nodes[:1] * (self._graphs.bucket_size(rows.num_live) - rows.num_live)
+        others = self._propose_for_first_rows(strategy.rest, num_rest).first_rows(num_rest) if num_rest else None
         return join_proposals(others, nodes, strategy.widest_pass, self.decoder.device)
 
-    def _drafts_of_first(self, strategy: Strategy, num_live: int) -> Proposal:
+    def _propose_for_first_rows(self, strategy: Strategy, num_live: int) -> Proposal:
         """The drafts of the bucket of the first ``num_live`` rows."""
-        rows, count = self.scheduler.rows, self._graphs.bucket(num_live)
+        rows, count = self.scheduler.rows, self._graphs.bucket_size(num_live)
         if strategy == OFF:
             return Proposal(DraftTree(rows.last_tokens(count).unsqueeze(1)))
         if strategy.source == "ngram":
-            nodes = self.ngram_chains(strategy, _noise_on_host(rows.responses), num_live)
+            nodes = self.ngram_chains(strategy, _make_host_noise_reader(rows.responses), num_live)
             nodes += nodes[:1] * (count - len(nodes))
-            return Proposal(chains(nodes, strategy.widest_pass, self.decoder.device))
+            return Proposal(make_chains_from_rows(nodes, strategy.widest_pass, self.decoder.device))
         self._run_drafter_on_backlog(num_live)
         assert self.learned is not None
         others = self.learned.known[num_live:count].clone()
-        found = self._graphs.draft(count, strategy)
+        found = self._graphs.draft_by_graph(count, strategy)
         self.learned.known[num_live:count] = others  # of rows with stored texts it has not read all
         return found
 
@@ -162,15 +162,15 @@ class DeviceRounds(HostRounds):
         if not self._in_flight:
             return super().finish_oldest_round()
         started, num_guarded = self._in_flight.popleft(), self.guard.num_guarded
-        phases = PhaseSeconds(*started.watch.wait())
+        phases = PhaseSeconds(*started.watch.wait_for_lap_seconds())
         outcome, log_probs, scores = (None if copy is None else copy.wait() for copy in started.host_copies)
         assert outcome is not None and log_probs is not None
-        is_sound = self.check_sound(scores)
+        is_sound = self.check_drafter_scores(scores)
         start = time.perf_counter()
         if started.before is not None and bool((outcome[:, -1] >= 2).any()):
-            given = self._decide_again(started)
+            given = self._redo_round_with_guard(started)
         else:
-            given = self._take(started.responses, outcome.tolist(), log_probs)
+            given = self._append_outcome(started.responses, outcome.tolist(), log_probs)
         for later in self._in_flight:
             if later.plan.strategy.has_drafter:  # it began where this one ended; none of these has a stored text
                 for response in later.responses:
@@ -187,7 +187,7 @@ class DeviceRounds(HostRounds):
             overlapped=started.since is not None,
         )
 
-    def _take(
+    def _append_outcome(
         self, responses: Sequence[Response], outcome: list[list[int]], log_probs: Tensor
     ) -> tuple[list[int], list[bool], list[int]]:
         """Append what ``GraphRound.verify_and_commit`` gave the rows, with log-probs [B, m].
@@ -205,11 +205,11 @@ class DeviceRounds(HostRounds):
                 kept.append((i, response.row, len(response.text), count))
                 response.text += row[:count]
                 accepted.append(num_accepted)
-        self.scheduler.rows.keep_log_probs(log_probs, kept)
+        self.scheduler.rows.write_log_probs(log_probs, kept)
         return counts, ended, accepted
 
     @torch.inference_mode()
-    def _decide_again(self, started: _Round) -> tuple[list[int], list[bool], list[int]]:
+    def _redo_round_with_guard(self, started: _Round) -> tuple[list[int], list[bool], list[int]]:
         """A near-tie was reached: undo the commitment and accept the same drafts as on the host, by the guard."""
         assert started.before is not None and not self._in_flight
         rows = self.scheduler.rows
@@ -244,8 +244,8 @@ class _Round:
     def seconds(self) -> float:
         """From the end of the round before to its own; else its own, and the host's before it."""
         if self.since is not None:
-            return self.watch.since(self.since)
-        return sum(self.watch.wait()) + self.plan.prepared_seconds
+            return self.watch.seconds_since(self.since)
+        return sum(self.watch.wait_for_lap_seconds()) + self.plan.prepared_seconds
 
 
 class _Stopwatch:
@@ -265,21 +265,21 @@ class _Stopwatch:
         event.record()
         self._events.append(event)
 
-    def wait(self) -> list[float]:
+    def wait_for_lap_seconds(self) -> list[float]:
         """Wait for the last mark without a busy loop; the seconds from each mark to the next."""
         if self._device.type != "cuda":
             return [after - before for before, after in pairwise(self._times)]
         self._events[-1].synchronize()
         return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
 
-    def since(self, other: _Stopwatch) -> float:
+    def seconds_since(self, other: _Stopwatch) -> float:
         """Seconds from another's last mark to this one's, both of which have passed."""
         if self._device.type != "cuda":
             return self._times[-1] - other._times[-1]
         return float(other._events[-1].elapsed_time(self._events[-1])) / 1000
 
 
-def _noise_on_host(responses: Sequence[Response]) -> NoiseAt:
+def _make_host_noise_reader(responses: Sequence[Response]) -> NoiseAt:
     words = [noise_key(response.request.key) for response in responses]
-    first = [response.num_response for response in responses]
+    first = [response.num_response_tokens for response in responses]
     return lambda row, d, token: gumbel_number(words[row], first[row] + d, token)

@@ -24,7 +24,7 @@ from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import top_scores
 from tlt_hpc.rollout.strategy import MAX_BRANCHES, MAX_DEPTH, Strategy
 from tlt_hpc.rollout.transfer import upload, write_number_on_device
-from tlt_hpc.rollout.tree import DraftTree, chain, join_trees_and_chains, make_tree
+from tlt_hpc.rollout.tree import DraftTree, join_trees_and_chains, make_chains, make_tree
 
 _CATCH_UP_WIDTH = 256
 """Positions of a row in one catch-up pass: a drafter that was not used for a long response has much to read."""
@@ -55,7 +55,7 @@ class ChanceTable:
         self._visits = torch.zeros_like(self._guess)
         self._hits = torch.zeros_like(self._guess)
 
-    def cells(self, scores: Tensor) -> Tensor:
+    def cells_of_scores(self, scores: Tensor) -> Tensor:
         """Cells [..., K] of candidates whose perturbed scores [..., K] descend."""
         rank = torch.arange(scores.shape[-1], device=scores.device)
         rival = scores[..., 1:2] if scores.shape[-1] > 1 else scores - 1.0
@@ -67,13 +67,13 @@ class ChanceTable:
         hits = self._hits + self._guess * _GUESS_WEIGHT
         return (hits / (self._visits + _GUESS_WEIGHT)).clamp(max=0.995)[cells]
 
-    def observe(self, cells: Tensor, visited: Tensor, hit: Tensor) -> None:
+    def count_nodes(self, cells: Tensor, visited: Tensor, hit: Tensor) -> None:
         """Count nodes with these cells: ``visited`` where the parent was on the realised path, ``hit`` where it was."""
         self._visits.mul_(_KEPT).scatter_add_(0, cells.flatten(), visited.flatten().float())
         self._hits.mul_(_KEPT).scatter_add_(0, cells.flatten(), hit.flatten().float())
 
 
-def perturbed(logits: Tensor, noise: Tensor, temperatures: Tensor, sharpness: float) -> Tensor:
+def perturb_logits(logits: Tensor, noise: Tensor, temperatures: Tensor, sharpness: float) -> Tensor:
     """Scores of logits [B, F, V] with the noise [B, 1, V] of their position, at temperatures [B]; 0 is greedy."""
     heat = temperatures.view(-1, 1, 1)
     return torch.where(heat > 0, logits * (sharpness / heat) + noise, logits)
@@ -93,7 +93,7 @@ class Proposal:
     cells: Tensor | None = None
     """Cells [B, N] of the drafts' chances, where they form trees."""
 
-    def first(self, count: int) -> Proposal:
+    def first_rows(self, count: int) -> Proposal:
         """Drafts of the first rows, without what follows from ``parents``."""
         drafts = self.drafts
         return Proposal(
@@ -123,25 +123,25 @@ class LearnedDrafts:
         """Rows of the target's head, where drafts are among some of its tokens."""
         if self._vocabulary is not None and drafter.token_ids is None:
             self._head = Linear(decoder.head.new_empty(len(self._vocabulary), decoder.head.shape[1]))
-            self.read_head()
+            self.copy_target_head()
 
-    def read_head(self) -> None:
+    def copy_target_head(self) -> None:
         """Take what drafts read of the target's head, in place; call after each load of the target."""
         if self._head is not None and self._vocabulary is not None:
             torch.index_select(self._decoder.head, 0, self._vocabulary, out=self._head.weight)
-            self._head.pack()
+            self._head.pack_weights()
 
     @property
     def head_bytes(self) -> int:
         """Bytes of the copy of a part of the target's head."""
         return 0 if self._head is None else self._head.weight.nbytes + self._head.packed_bytes
 
-    def set_row(self, row: int, response: Response) -> None:
+    def reset_row(self, row: int, response: Response) -> None:
         """Give a row to a sequence of which nothing is known yet."""
         write_number_on_device(self.known, row, 0)
         response.num_read = 0
 
-    def forget(self, responses: Sequence[Response]) -> None:
+    def reset_read_positions(self, responses: Sequence[Response]) -> None:
         """The drafter changed: what its layer of the cache holds is another's."""
         self.known.zero_()
         for response in responses:
@@ -159,9 +159,9 @@ class LearnedDrafts:
         feature = self.run_on_unread_positions(rows, len(noise), layout)
 
         def pick(d: int, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-            return top_scores(perturbed(logits, noise[:, d : d + 1], temperatures, strategy.sharpness), count)
+            return top_scores(perturb_logits(logits, noise[:, d : d + 1], temperatures, strategy.sharpness), count)
 
-        return self.draft(rows, layout, pick, strategy, feature)
+        return self.draft_chain_or_tree(rows, layout, pick, strategy, feature)
 
     def count_accepted_nodes(self, proposal: Proposal, on_path: Tensor) -> None:
         """Count which nodes of the proposal's trees were on the path [B, N], of those whose parents were.
@@ -173,7 +173,7 @@ class LearnedDrafts:
         count, n = proposal.cells.shape
         on_path = on_path[:count, :n] & ~torch.isnan(proposal.scores).unsqueeze(1)
         visited = on_path.gather(1, proposal.drafts.parents[:count, :n])[:, 1:]
-        self.chances.observe(proposal.cells[:, 1:], visited, on_path[:, 1:])
+        self.chances.count_nodes(proposal.cells[:, 1:], visited, on_path[:, 1:])
 
     def run_on_unread_positions(self, rows: LiveRows, count: int, layout: Layout | None) -> Tensor:
         """Read whatever the drafter has not of the first ``count`` rows; returns its own feature [B, H] at each one's
@@ -183,7 +183,7 @@ class LearnedDrafts:
         late = [row for row, number in enumerate(unread) if number > _LATE]
         if 0 < len(late) <= count // 2:  # the others would repeat their last position in every pass
             tables = [rows.responses[row].pages for row in late]
-            own = self._cache.layout(tables, 1 + max(map(max, tables)))
+            own = self._cache.build_layout(tables, 1 + max(map(max, tables)))
             self.run_on_next_positions(rows, upload(late, rows.lengths.device), own, max(unread))
             unread = [number for number in unread if number <= _LATE]
         feature = self.run_on_next_positions(rows, slice(count), layout, max(1, *unread))
@@ -220,12 +220,12 @@ class LearnedDrafts:
         assert self._cache.features is not None
         tables = self._cache.tables[which]
         tokens = rows.tokens[rows.index[which].unsqueeze(1), at + 1]
-        features = self._cache.features[self._cache.slots(at, tables)]
+        features = self._cache.features[self._cache.slots_of_positions(at, tables)]
         states = self.drafter.fuse(features.flatten(0, 1)).view(*at.shape, -1)
-        attend = self._cache.attend(layout, tables, at, only_layer=self._cache.drafter_layer)
-        return self._pass(tokens, states, at, attend)
+        attend = self._cache.make_attention(layout, tables, at, only_layer=self._cache.drafter_layer)
+        return self._run_drafter(tokens, states, at, attend)
 
-    def picker(self, words: Tensor, positions: Tensor, temperatures: Tensor, sharpness: float) -> Pick:
+    def make_picker(self, words: Tensor, positions: Tensor, temperatures: Tensor, sharpness: float) -> Pick:
         """The ``Pick`` of a device: words [B, 4], response positions [B] of the first draft, temperatures [B]."""
         columns = self._num_tokens if self._vocabulary is None else self._vocabulary
 
@@ -235,19 +235,21 @@ class LearnedDrafts:
                 choice = gumbel_argmax(logits[:, 0], temperatures / sharpness, words, positions + d, self._num_tokens)
                 return choice.log_normaliser.view(-1, 1, 1), choice.token.view(-1, 1, 1)
             noise = gumbel_noise(words, positions + d, columns).unsqueeze(1)
-            return top_scores(perturbed(logits, noise, temperatures, sharpness), count)
+            return top_scores(perturb_logits(logits, noise, temperatures, sharpness), count)
 
         return pick
 
-    def draft(self, rows: LiveRows, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor) -> Proposal:
+    def draft_chain_or_tree(
+        self, rows: LiveRows, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor
+    ) -> Proposal:
         """Drafts of as many rows as ``feature`` [B, H] has, which belongs to their newest positions.
 
         Reads and writes nothing on the host, and no shape depends on data.
         """
-        grow = self._chain if strategy.branching == 1 else self._tree
+        grow = self._draft_chain if strategy.branching == 1 else self._draft_tree
         return grow(rows, layout, pick, strategy, feature)
 
-    def _pass(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: object) -> Tensor:
+    def _run_drafter(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: object) -> Tensor:
         embedded = F.embedding(tokens.flatten(), self._decoder.embedding)
         out: Tensor = self.drafter(embedded, features.flatten(0, 1), positions.flatten(), attend)
         return out.view(*tokens.shape, -1)
@@ -263,10 +265,10 @@ class LearnedDrafts:
             logits = self._decoder.logits(flat)[:, : self._num_tokens]
         return logits.view(*features.shape[:2], -1)
 
-    def _ids(self, index: Tensor) -> Tensor:
+    def _to_token_ids(self, index: Tensor) -> Tensor:
         return index if self._vocabulary is None else self._vocabulary[index]
 
-    def _chain(
+    def _draft_chain(
         self, rows: LiveRows, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor
     ) -> Proposal:
         count = len(feature)
@@ -275,17 +277,19 @@ class LearnedDrafts:
         attends = []
         if strategy.depth > 1:
             tables, layer = self._cache.tables[:count], self._cache.drafter_layer
-            attends = self._cache.attend_steps(layout, tables, at, only_layer=layer)
+            attends = self._cache.make_step_attentions(layout, tables, at, only_layer=layer)
         drafts, best = [], []
         for d in range(strategy.depth):
             values, indices = pick(d, self._logits(feature), 1)
             best.append(values.flatten(1))
-            drafts.append(self._ids(indices.flatten(1)))
+            drafts.append(self._to_token_ids(indices.flatten(1)))
             if d + 1 < strategy.depth:
-                feature = self._pass(drafts[-1], feature, at[:, d : d + 1], attends[d])
-        return Proposal(chain(rows.last_tokens(count), torch.cat(drafts, 1)), torch.cat(best, 1).sum(1))
+                feature = self._run_drafter(drafts[-1], feature, at[:, d : d + 1], attends[d])
+        return Proposal(make_chains(rows.last_tokens(count), torch.cat(drafts, 1)), torch.cat(best, 1).sum(1))
 
-    def _tree(self, rows: LiveRows, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor) -> Proposal:
+    def _draft_tree(
+        self, rows: LiveRows, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor
+    ) -> Proposal:
         """Grow level by level, each time the likeliest nodes of a level; keep the likeliest nodes of all."""
         count, branching = len(feature), min(strategy.branching, MAX_BRANCHES)
         device = feature.device
@@ -304,9 +308,9 @@ class LearnedDrafts:
         for d in range(strategy.depth):
             values, indices = pick(d, self._logits(feature), branching)
             best.append(values.flatten(1))
-            cell = self.chances.cells(values)
+            cell = self.chances.cells_of_scores(values)
             each = (chance.unsqueeze(2) * self.chances.chances(cell)).flatten(1)
-            tokens.append(self._ids(indices).flatten(1))
+            tokens.append(self._to_token_ids(indices).flatten(1))
             parents.append(node.repeat_interleave(branching, 1))
             chances.append(each)
             cells.append(cell.flatten(1))
@@ -316,18 +320,20 @@ class LearnedDrafts:
                 slot = 1 + d * branching + torch.arange(branching, device=device)
                 reach = reach.gather(1, parent.expand(-1, -1, num_slots)) | (slots == slot.unsqueeze(1))
                 node = num_candidates + grown
-                attend = self._cache.attend(
+                attend = self._cache.make_attention(
                     layout, tables, last + slot, last.squeeze(1), reach, only_layer=self._cache.drafter_layer
                 )
                 before = feature.gather(1, parent.expand(-1, -1, feature.shape[2]))
                 position = (last + 1 + d).expand(-1, branching)
-                feature = self._pass(tokens[-1].gather(1, grown), before, position, attend)
+                feature = self._run_drafter(tokens[-1].gather(1, grown), before, position, attend)
             num_candidates += each.shape[1]
-        drafts, kept = _likeliest(strategy, *(torch.cat(part, 1) for part in (tokens, parents, chances, cells)))
+        drafts, kept = _keep_likeliest_nodes(
+            strategy, *(torch.cat(part, 1) for part in (tokens, parents, chances, cells))
+        )
         return Proposal(drafts, torch.cat(best, 1).sum(1), kept)
 
 
-def _likeliest(
+def _keep_likeliest_nodes(
     strategy: Strategy, tokens: Tensor, parents: Tensor, chances: Tensor, cells: Tensor
 ) -> tuple[DraftTree, Tensor]:
     """The root and the ``num_drafts`` likeliest candidates [B, C] as a tree, with their cells.

@@ -21,7 +21,6 @@ from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
 from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.feature_outbox import FeatureOutbox
-from tlt_hpc.rollout.guard import NUM_PROBED, TieGuard
 from tlt_hpc.rollout.ngram_drafts import NgramDrafts
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.responses import AheadQueue, Response, Texts
@@ -33,6 +32,7 @@ from tlt_hpc.rollout.settings import EngineSettings, check_request, check_settin
 from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.stored_text import StoredRow, StoredText
 from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.rollout.tie_guard import NUM_PROBED, TieGuard
 
 
 class RolloutEngine:
@@ -70,7 +70,7 @@ class RolloutEngine:
         self._guard = TieGuard(decoder, settings.tie_guard, settings.attention)
         self._learned: LearnedDrafts | None = None
         if drafter is not None:
-            drafter.pack()
+            drafter.pack_weights()
             self._learned = LearnedDrafts(drafter, decoder, self._cache, settings.max_live, settings.num_tokens)
         self._ngram = NgramDrafts(any(strategy.source == "ngram" for strategy in settings.strategies))
         self._scheduler = Scheduler(self._rows, self._cache, self._noise, self._learned)
@@ -114,21 +114,21 @@ class RolloutEngine:
         for request, params in checked:
             self._num_submitted += 1
             self._num_own += 1
-            self._scheduler.enqueue(self._response(request, params))
+            self._scheduler.enqueue(self._make_response(request, params))
 
-    def _response(self, request: Request, params: SamplingParams) -> Response:
+    def _make_response(self, request: Request, params: SamplingParams) -> Response:
         stored = self._stored_texts.get(request.key)
         return Response(
             request=request,
             params=params,
-            rule=self._rule(params),
+            rule=self._make_sampling_rule(params),
             order=self._num_submitted,
-            stops=self._stops_of(params),
+            stops=self._stop_strings_of(params),
             text=request.prompt_tokens.tolist(),
             stored=StoredText(stored.tolist()) if stored is not None else None,
         )
 
-    def _stops_of(self, params: SamplingParams) -> StopStrings | None:
+    def _stop_strings_of(self, params: SamplingParams) -> StopStrings | None:
         if not params.stop_strings:
             return None
         assert self.settings.detokenize is not None
@@ -136,7 +136,7 @@ class RolloutEngine:
             self._stops[params.stop_strings] = StopStrings(params.stop_strings, self.settings.detokenize)
         return self._stops[params.stop_strings]
 
-    def _rule(self, params: SamplingParams) -> SamplingRule:
+    def _make_sampling_rule(self, params: SamplingParams) -> SamplingRule:
         return SamplingRule(float(params.temperature), self.settings.num_tokens, params.top_k, params.top_p)
 
     @property
@@ -145,7 +145,7 @@ class RolloutEngine:
         return self._num_own > 0
 
     @property
-    def has_waiting(self) -> bool:
+    def may_prefill(self) -> bool:
         """True if the next step may prefill."""
         return bool(self._scheduler.waiting) or bool(self._scheduler.prefilling)
 
@@ -160,27 +160,27 @@ class RolloutEngine:
         return self._counts.num_tokens
 
     @property
-    def finished(self) -> Sequence[Rollout]:
+    def finished_rollouts(self) -> Sequence[Rollout]:
         """Responses that have ended and were not collected yet, in the order in which they ended."""
         return self._finished
 
-    def add_finished(self, rollouts: Iterable[Rollout]) -> None:
+    def add_finished_rollouts(self, rollouts: Iterable[Rollout]) -> None:
         """Add responses that were generated before, in another process."""
         self._finished += rollouts
 
-    def collect(self) -> list[Rollout]:
+    def take_finished_rollouts(self) -> list[Rollout]:
         """The finished responses in the order of their keys; the engine forgets them."""
         finished, self._finished = sorted(self._finished, key=lambda rollout: rollout.key), []
         return finished
 
     def abort(self) -> int:
         """Drop all requests that have not finished; returns how many. What is generated ahead is put aside."""
-        self._settle()
+        self._finish_launched_rounds()
         dropped = self._scheduler.abort()
         if not self._num_own:
             self.ahead.waiting = [*dropped, *self.ahead.waiting]
         count, self._num_own = self._num_own, 0
-        self._settle_at_end()
+        self._finish_rounds_at_end()
         return count
 
     def take_counts(self) -> EngineCounts:
@@ -217,16 +217,16 @@ class RolloutEngine:
         """
         for request in requests:
             self._num_submitted += 1
-            response = self._response(request, request.params or self.settings.params)
+            response = self._make_response(request, request.params or self.settings.params)
             response.is_ahead = True
             self.ahead.waiting.append(response)
 
     @property
-    def has_ahead(self) -> bool:
+    def has_ahead_work(self) -> bool:
         """True if there is anything to generate ahead."""
         return bool(self.ahead.waiting) or self._scheduler.num_unfinished > self._num_own
 
-    def draft_from(self, texts: Texts) -> None:
+    def set_stored_texts(self, texts: Texts) -> None:
         """Draft from these texts for requests with these keys that are submitted from now on."""
         self._stored_texts = texts
 
@@ -242,19 +242,19 @@ class RolloutEngine:
 
         Only between rollouts: keys and values of live sequences would belong to the old weights.
         """
-        assert not self.has_work and not self.has_ahead, "weights change only between rollouts"
-        self._settle()
-        self.decoder.load(weights, version)
+        assert not self.has_work and not self.has_ahead_work, "weights change only between rollouts"
+        self._finish_launched_rounds()
+        self.decoder.load_weights(weights, version)
         if self._learned is not None:
-            self._learned.read_head()
+            self._learned.copy_target_head()
         self.outbox.forget_prompts()
-        self._cache.renew()
-        self._guard.measure(1)
+        self._cache.restore_and_clear()
+        self._guard.measure_on_longest_texts(1)
 
     def release_pages(self) -> None:
         """Give the memory of keys, values and features to others until the next ``load_policy``; between rollouts."""
-        assert not self.has_work and not self.has_ahead, "live sequences need their pages"
-        self._settle()
+        assert not self.has_work and not self.has_ahead_work, "live sequences need their pages"
+        self._finish_launched_rounds()
         self._cache.release()
 
     def close(self) -> None:
@@ -264,9 +264,9 @@ class RolloutEngine:
     def load_drafter(self, weights: Mapping[str, Tensor], trained: bool = True) -> None:
         """Load new drafter weights in place, between rounds; counts of accepted drafts are discounted."""
         assert self.drafter is not None and self._learned is not None
-        self._settle()
+        self._finish_launched_rounds()
         self.drafter.load_state_dict(weights)
-        self._learned.forget(self._rows.responses)
+        self._learned.reset_read_positions(self._rows.responses)
         self._cache.clear(drafter_only=True)
         self._rounds.drafter_is_sound = True
         self._drafter_is_trained = trained
@@ -280,7 +280,7 @@ class RolloutEngine:
         """
         assert not self.has_work and not self._guard.is_calibrated and requests
         if self.decoder.device.type == "cuda":
-            self._rounds.capture(self._rule(self.settings.params).truncates)
+            self._rounds.capture(self._make_sampling_rule(self.settings.params).truncates)
         if not self.settings.tie_guard:
             return
         uses_ngram, self._ngram.active, self._guard.active = self._ngram.active, False, False
@@ -288,12 +288,12 @@ class RolloutEngine:
         while self.has_work:
             self._prefill()
             if self._rows.num_live:
-                self._scheduler.reserve(1)
+                self._scheduler.reserve_pages_or_preempt(1)
                 self._rounds.launch(RoundPlan(OFF))
                 self._retire(self._rounds.finish_oldest_round())
         self._finished = []
         self._ngram.active, self._guard.active = uses_ngram, True
-        self._guard.measure(NUM_PROBED)
+        self._guard.measure_on_longest_texts(NUM_PROBED)
         self.take_counts()
 
     # -- rounds -------------------------------------------------------------------------------------------------
@@ -307,15 +307,15 @@ class RolloutEngine:
         has_prefilled = self._prefill()
         if self._rows.num_live:
             self._decode(has_prefilled)
-        if had_work or not self.has_ahead:
-            self._settle_at_end()
+        if had_work or not self.has_ahead_work:
+            self._finish_rounds_at_end()
 
     def _prefill(self) -> bool:
         """Admit sequences and read a chunk of their texts; returns whether there was one."""
         scheduler, max_tokens = self._scheduler, self.settings.prefill_tokens
         if not (self._num_own or scheduler.waiting):
             num_free = self._rows.capacity - self._rows.num_live - len(scheduler.prefilling)
-            for response in self.ahead.next_rows(num_free, bool(self._rows.num_live or scheduler.prefilling)):
+            for response in self.ahead.take_next_responses(num_free, bool(self._rows.num_live or scheduler.prefilling)):
                 scheduler.enqueue(response)
         scheduler.admit()
         if not self._num_own:
@@ -337,7 +337,7 @@ class RolloutEngine:
         """Launch a round of the live rows, and read those before it."""
         rounds, has_stored = self._rounds, self._scheduler.has_stored
         if has_stored:  # the cursors need the texts
-            self._settle()
+            self._finish_launched_rounds()
         start = time.perf_counter()
         stored = self._scheduler.move_stored_rows_last() if has_stored else []
         if not self._rows.num_live:
@@ -346,9 +346,11 @@ class RolloutEngine:
         overlaps = rounds.overlaps(strategy)
         prepared = time.perf_counter() - start
         if not overlaps:
-            self._settle()
+            self._finish_launched_rounds()
         start = time.perf_counter()
-        self._counts.num_preempted += self._scheduler.reserve(strategy.num_slots, rounds.tokens_in_flight)
+        self._counts.num_preempted += self._scheduler.reserve_pages_or_preempt(
+            strategy.num_slots, rounds.tokens_in_flight
+        )
         if not self._rows.num_live:  # all have ended, or were preempted for an earlier one that is being prefilled
             return
         if "ngram" in (strategy.source, strategy.rest and strategy.rest.source):
@@ -356,7 +358,7 @@ class RolloutEngine:
         prepared += time.perf_counter() - start
         assert all(one.is_ahead is not self.has_work for one in self._rows.responses), "rows of two kinds in a round"
         rounds.launch(RoundPlan(strategy, stored if strategy.rest else [], prepared, is_next=not has_prefilled))
-        self._settle(int(overlaps))
+        self._finish_launched_rounds(int(overlaps))
 
     def _choose(self, stored: Sequence[StoredRow]) -> Strategy:
         """The round's strategy, among those that have a sound drafter and need no preemption."""
@@ -372,16 +374,16 @@ class RolloutEngine:
         ]
         return self.chooser.choose(num_live, usable or [OFF], stored)
 
-    def _settle(self, num_left: int = 0) -> None:
+    def _finish_launched_rounds(self, num_left: int = 0) -> None:
         """Read the launched rounds until ``num_left`` are left."""
         while self._rounds.num_in_flight > num_left:
             self._process_round(self._rounds.finish_oldest_round())
         self.outbox.deliver(wait=False)
 
-    def _settle_at_end(self) -> None:
+    def _finish_rounds_at_end(self) -> None:
         """Read the last rounds and hand over all features, if the step's own requests have finished."""
         if not self.has_work:
-            self._settle()
+            self._finish_launched_rounds()
             self.outbox.deliver(wait=True)
 
     def _process_round(self, result: RoundResult) -> None:
@@ -411,8 +413,8 @@ class RolloutEngine:
     def _finish(self, response: Response, reason: FinishReason) -> None:
         row = response.row
         if response.is_ahead:
-            self.ahead.keep(response)
-            self._scheduler.remove(row)
+            self.ahead.keep_text(response)
+            self._scheduler.remove_row(row)
             return
         self._num_own -= 1
         response.stored = None
@@ -420,6 +422,6 @@ class RolloutEngine:
         if self._keeps(response.request.key):
             self._finished.append(response.to_rollout(reason, log_probs, self.decoder.version))
             self.outbox.start_copy_to_host(response)
-        self._ngram.finish(response)
-        self._guard.note_finished(response.text)
-        self._scheduler.remove(row)
+        self._ngram.keep_finished_response(response)
+        self._guard.note_finished_text(response.text)
+        self._scheduler.remove_row(row)

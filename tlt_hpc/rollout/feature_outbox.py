@@ -59,7 +59,7 @@ class FeatureOutbox:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def send_to(self, sink: FeatureSink | None) -> None:
+    def set_sink(self, sink: FeatureSink | None) -> None:
         """Hand the features over to ``sink`` from now on, prompts' included; None: copy none."""
         self._sink = sink
         self.forget_prompts()
@@ -77,14 +77,16 @@ class FeatureOutbox:
         end = len(response.text) - 1
         parts = [
             PendingHostCopy(
-                self._rows(response.row, start, min(start + _POSITIONS, end)).to(torch.bfloat16).view(torch.uint16),
+                self._copy_feature_rows(response.row, start, min(start + _POSITIONS, end))
+                .to(torch.bfloat16)
+                .view(torch.uint16),
                 is_own=True,
             )
             for start in range(first, end, _POSITIONS)
         ]
         self._queue.append(_PendingFeatures(np.array(response.text, np.int32), response.prompt_length, first, parts))
 
-    def _rows(self, row: int, start: int, end: int) -> Tensor:
+    def _copy_feature_rows(self, row: int, start: int, end: int) -> Tensor:
         """A copy of a row's features [end - start, width] at positions from ``start`` on, read by whole pages."""
         assert self._cache.features is not None
         size = self._cache.page_size

@@ -20,11 +20,11 @@ from torch import Tensor
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.kernels.gumbel import GumbelChoice, gumbel_argmax
 from tlt_hpc.rollout.drafts import LearnedDrafts, Proposal
-from tlt_hpc.rollout.guard import doubt
 from tlt_hpc.rollout.noise import NoiseWindow
-from tlt_hpc.rollout.sampling import lowest_kept, token_log_probs
+from tlt_hpc.rollout.sampling import lowest_kept_scores, token_log_probs
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.target_pass import TargetPass
+from tlt_hpc.rollout.tie_guard import score_tolerances
 from tlt_hpc.rollout.tree import DraftTree, make_tree
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class GraphRound:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def bucket(self, num_live: int) -> int:
+    def bucket_size(self, num_live: int) -> int:
         """The rows that take part where so many are live."""
         return next(size for size in self._buckets if size >= num_live)
 
@@ -85,17 +85,17 @@ class GraphRound:
         start, vocab_size = time.perf_counter(), self._target.decoder.shape.vocab_size
         for count in reversed(self._buckets):
             for strategy in sorted(self._strategies, key=lambda one: -one.widest_pass):
-                if count > self.bucket(min(self._rows.capacity, strategy.max_rows(vocab_size))):
+                if count > self.bucket_size(min(self._rows.capacity, strategy.max_rows(vocab_size))):
                     continue  # the engine does not choose it for so many
                 if strategy.has_drafter:
-                    self.draft(count, strategy)
-                for width, is_tree in self._passes(strategy):
+                    self.draft_by_graph(count, strategy)
+                for width, is_tree in self._verifying_pass_widths(strategy):
                     tokens = torch.zeros(count, width, dtype=torch.int64, device=self.tolerance.device)
                     self.verify_and_commit(DraftTree(tokens, torch.zeros_like(tokens) if is_tree else None), truncates)
         seconds = time.perf_counter() - start
         logger.info("%d graphs captured in %.1f s: %d MiB of device memory", len(self), seconds, self.num_bytes >> 20)
 
-    def _passes(self, strategy: Strategy) -> list[tuple[int, bool]]:
+    def _verifying_pass_widths(self, strategy: Strategy) -> list[tuple[int, bool]]:
         """Widths of the passes that verify a strategy's drafts, and whether they are trees.
 
         A round with stored texts is a pass over trees if the rows without such a text have trees.
@@ -113,24 +113,26 @@ class GraphRound:
 
     # -- drafts -------------------------------------------------------------------------------------------------
 
-    def draft(self, count: int, strategy: Strategy) -> Proposal:
+    def draft_by_graph(self, count: int, strategy: Strategy) -> Proposal:
         """The learned drafter's drafts for the first ``count`` rows, by one graph; ``scores`` [B] is NaN or not."""
         learned = self._learned
         assert learned is not None, f"strategy {strategy.name} without a drafter"
         key = "draft", count, strategy
-        out = self._graphs.run(key, lambda: self._draft(count, strategy), (), (learned.known,))
+        out = self._graphs.capture_once_and_replay(
+            key, lambda: self._draft_captured(count, strategy), (), (learned.known,)
+        )
         # the target's graph may use the memory of these outputs
         tokens, scores, *more = (x.clone() for x in out)
         return Proposal(DraftTree(tokens, more[0]), scores, more[1]) if more else Proposal(DraftTree(tokens), scores)
 
-    def _draft(self, count: int, strategy: Strategy) -> tuple[Tensor, ...]:
+    def _draft_captured(self, count: int, strategy: Strategy) -> tuple[Tensor, ...]:
         """Tokens [B, N], scores [B], and of trees parents and cells [B, N]."""
         learned, rows = self._learned, self._rows
         assert learned is not None
         feature = learned.run_on_next_positions(rows, slice(count), None, self.read_width)
         first = rows.lengths[:count] - rows.starts[:count]
-        pick = learned.picker(self._noise.words[:count], first, rows.temperatures[:count], strategy.sharpness)
-        found = learned.draft(rows, None, pick, strategy, feature)
+        pick = learned.make_picker(self._noise.words[:count], first, rows.temperatures[:count], strategy.sharpness)
+        found = learned.draft_chain_or_tree(rows, None, pick, strategy, feature)
         assert found.scores is not None
         if found.drafts.parents is None or found.cells is None:
             return found.drafts.tokens, found.scores
@@ -151,7 +153,9 @@ class GraphRound:
         inputs = (drafts.tokens,) if drafts.parents is None else (drafts.tokens, drafts.parents)
         form = _Form(width, drafts.parents is not None, truncates)
         run = partial(self._verify_and_commit_captured, truncates=truncates)
-        outcome, log_probs, on_path = self._graphs.run(("verify", count, form), run, inputs, (self._rows.lengths,))
+        outcome, log_probs, on_path = self._graphs.capture_once_and_replay(
+            ("verify", count, form), run, inputs, (self._rows.lengths,)
+        )
         return outcome, log_probs, on_path
 
     def _verify_and_commit_captured(
@@ -160,7 +164,7 @@ class GraphRound:
         count, n = tokens.shape
         drafts = DraftTree(tokens) if parents is None else make_tree(tokens, parents, n - 1)
         features, logits = self._target.forward(drafts, None)
-        choice = self._choose(drafts, self._allowed(logits) if truncates else logits)
+        choice = self._choose(drafts, self._mask_truncated_tokens(logits) if truncates else logits)
         longest = min(n, self._longest)  # no path is deeper than the deepest strategy
         accepted = self._target.accepted_path(drafts, choice.token.view(count, n), longest)
         log_probs = self._log_probs(choice, logits, truncates).view(count, n).gather(1, accepted.path)
@@ -171,15 +175,15 @@ class GraphRound:
         figures = torch.stack((accepted.counts, accepted.on_path.sum(1) - 1, flags), 1)
         return torch.cat([accepted.chosen, figures], 1), log_probs, accepted.on_path
 
-    def _allowed(self, logits: Tensor) -> Tensor:
+    def _mask_truncated_tokens(self, logits: Tensor) -> Tensor:
         """Logits [B, N, used tokens] with -inf where a row's rule does not let it choose."""
         count, n = logits.shape[:2]
         allowed = logits[..., : self._noise.vocab_size].flatten(0, 1)
-        scaled = allowed / self._divisors(count, n).unsqueeze(1)
+        scaled = allowed / self._node_temperatures(count, n).unsqueeze(1)
         rules = [rule[:count].repeat_interleave(n) for rule in (self._rows.top_k, self._rows.top_p)]
         # sorting takes much memory: some rows at a time
         parts = zip(*(torch.split(x, _SORTED_ROWS) for x in (scaled, *rules)), strict=True)
-        kept = scaled >= torch.cat([lowest_kept(*part) for part in parts])
+        kept = scaled >= torch.cat([lowest_kept_scores(*part) for part in parts])
         return allowed.masked_fill(~kept, -torch.inf).view(count, n, -1)
 
     def _choose(self, drafts: DraftTree, logits: Tensor) -> GumbelChoice:
@@ -201,14 +205,16 @@ class GraphRound:
             return choice.scaled_logit - choice.log_normaliser
         # the choice knows only what was allowed
         logits = logits[..., : self._noise.vocab_size]
-        return token_log_probs(logits.flatten(0, 1), choice.token, self._divisors(*logits.shape[:2]).unsqueeze(1))
+        return token_log_probs(
+            logits.flatten(0, 1), choice.token, self._node_temperatures(*logits.shape[:2]).unsqueeze(1)
+        )
 
     def _near_ties(self, choice: GumbelChoice, count: int, n: int) -> Tensor:
         """Choices [B * N] that the tie guard must decide, as a mask."""
-        zone = doubt(self.tolerance, self._rows.temperatures[:count]).unsqueeze(1).expand(-1, n).flatten()
+        zone = score_tolerances(self.tolerance, self._rows.temperatures[:count]).unsqueeze(1).expand(-1, n).flatten()
         return choice.best - choice.second < zone
 
-    def _divisors(self, count: int, n: int) -> Tensor:
+    def _node_temperatures(self, count: int, n: int) -> Tensor:
         """Temperatures [B * N] of the nodes' rows; 1 for greedy ones."""
         temperatures = self._rows.temperatures[:count]
         return torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1).expand(-1, n).flatten()

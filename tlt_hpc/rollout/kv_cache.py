@@ -71,7 +71,7 @@ class PagedCache(ABC):
         slots = (sizes.num_pages + 1) * sizes.page_size
         width = sizes.num_features * shape.hidden_size
         self._memory = PoolMemory(device)
-        self.features = self._memory.zeros(slots, width, dtype=dtype) if width else None
+        self.features = self._memory.allocate_zeros(slots, width, dtype=dtype) if width else None
         table_width = -(-sizes.num_positions // sizes.page_size) + 1
         self.tables = torch.full((sizes.num_rows, table_width), sizes.num_pages, device=device)
 
@@ -89,7 +89,7 @@ class PagedCache(ABC):
         filled = [*pages, *([self.num_pages] * (self.tables.shape[1] - len(pages)))]
         self.tables[row] = upload(filled, self.tables.device)
 
-    def slots(self, positions: Tensor, tables: Tensor) -> Tensor:
+    def slots_of_positions(self, positions: Tensor, tables: Tensor) -> Tensor:
         """Slots [B, n] of positions [B, n] of rows with ``tables`` [B, P] in the pool: page * page_size + offset."""
         page = tables.gather(1, (positions // self.page_size).clamp(max=tables.shape[1] - 1))
         return page * self.page_size + positions % self.page_size
@@ -106,11 +106,11 @@ class PagedCache(ABC):
             paged = self.features.view(self.num_pages + 1, self.page_size, -1)
             paged[target] = paged[source]
 
-    def copy_start(self, source: int, target: int, count: int) -> None:
+    def copy_page_start(self, source: int, target: int, count: int) -> None:
         """Copy the target model's keys and values, and the features, of a page's first ``count`` positions."""
         offsets = torch.arange(count, device=self.tables.device)
         of, to = source * self.page_size + offsets, target * self.page_size + offsets
-        self.move_slots(of, to)
+        self.copy_slots(of, to)
         if self.features is not None:
             self.features[to] = self.features[of]
 
@@ -124,14 +124,14 @@ class PagedCache(ABC):
             self.features.zero_()
 
     def release(self) -> None:
-        """Give the memory of keys, values and features back until ``renew``; what stood there is lost."""
+        """Give the memory of keys, values and features back until ``restore_and_clear``; what stood there is lost."""
         self._memory.release()
 
     def close(self) -> None:
         """Give the memory back for good."""
         self._memory.close()
 
-    def renew(self) -> None:
+    def restore_and_clear(self) -> None:
         """Take the memory again if it was given back, and clear it."""
         if self._memory.is_released:
             self._memory.restore()
@@ -139,14 +139,14 @@ class PagedCache(ABC):
             self.clear()
 
     @abstractmethod
-    def move_slots(self, source: Tensor, target: Tensor) -> None:
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy keys and values of all layers but the drafter's from slots [m] to slots [m]."""
 
     @abstractmethod
-    def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout | None:
+    def build_layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout | None:
         """The layout for passes over rows with these pages, in a pool used up to ``high_water``."""
 
-    def attend(
+    def make_attention(
         self,
         layout: Layout | None,
         tables: Tensor,
@@ -160,16 +160,18 @@ class PagedCache(ABC):
         A query sees the positions up to its own; with ``ancestors`` [B, n, N] it sees those before ``committed`` [B]
         and, of the N after them, its ancestors and itself. ``only_layer`` redirects layer 0 (the drafter's).
         """
-        return self._passes(layout, tables, Seen(positions, committed, ancestors), positions.shape[1], only_layer)[0]
+        return self._make_pass_attentions(
+            layout, tables, Seen(positions, committed, ancestors), positions.shape[1], only_layer
+        )[0]
 
-    def attend_steps(
+    def make_step_attentions(
         self, layout: Layout | None, tables: Tensor, positions: Tensor, only_layer: int | None = None
     ) -> list[Attend]:
         """Attentions of passes of one token a row each, at the columns of ``positions`` [B, D] one after another."""
-        return self._passes(layout, tables, Seen(positions), 1, only_layer)
+        return self._make_pass_attentions(layout, tables, Seen(positions), 1, only_layer)
 
     @abstractmethod
-    def _passes(
+    def _make_pass_attentions(
         self, layout: Layout | None, tables: Tensor, seen: Seen, width: int, only_layer: int | None
     ) -> list[Attend]:
         """Attentions of passes over ``width`` columns of positions each, one after another."""
@@ -177,7 +179,7 @@ class PagedCache(ABC):
 
 @dataclass(frozen=True)
 class Seen:
-    """The positions that the queries of a pass may see; the arguments of ``PagedCache.attend``."""
+    """The positions that the queries of a pass may see; the arguments of ``PagedCache.make_attention``."""
 
     positions: Tensor
     committed: Tensor | None = None
@@ -291,38 +293,40 @@ class HostPagedCache(PagedCache):
         self._heads = (shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
         g, _, d = self._heads
         pool = self._num_layers, sizes.num_pages + 1, 2 * g, sizes.page_size, d
-        self._pool = self._memory.zeros(*pool, dtype=dtype)
+        self._pool = self._memory.allocate_zeros(*pool, dtype=dtype)
         self._pools = [self._pool]
         self._slot_heads = torch.arange(2 * g, device=device) * sizes.page_size
         self._offsets = torch.arange(sizes.page_size, device=device)
 
-    def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout:
+    def build_layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout:
         """The entries (page, row that reads it) of passes over rows with these pages."""
         return make_layout(tables, high_water, self.page_size, self._pool.device)
 
-    def move_slots(self, source: Tensor, target: Tensor) -> None:
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy the target model's keys and values from slots [m] to slots [m]."""
         layers, d = self._num_target_layers, self._heads[2]
         flat = self._pool[:layers].view(layers, -1, d)
-        to, of = self._entries(target), self._entries(source)
+        to, of = self._pool_rows_of_slots(target), self._pool_rows_of_slots(source)
         flat[:, to] = flat[:, of]
 
-    def _entries(self, slots: Tensor) -> Tensor:
+    def _pool_rows_of_slots(self, slots: Tensor) -> Tensor:
         """Rows of the flattened pool that hold slots [m]: one for each of the 2 g heads -> [m * 2 g]."""
         first = (slots // self.page_size) * (2 * self._heads[0] * self.page_size) + slots % self.page_size
         return (first.unsqueeze(-1) + self._slot_heads).flatten()
 
-    def _passes(
+    def _make_pass_attentions(
         self, layout: Layout | None, tables: Tensor, seen: Seen, width: int, only_layer: int | None
     ) -> list[Attend]:
         assert layout is not None
         count, num_columns = seen.positions.shape
-        offsets = self._offsets[: self._num_read(layout, seen.positions)]
+        offsets = self._offsets[: self._num_read_positions(layout, seen.positions)]
         windows = set(self._windows[: self._num_target_layers] if only_layer is None else [self._windows[only_layer]])
-        hidden = {window: self._hidden_pages(layout, seen, offsets, window) for window in windows}
-        write = self._entries(self.slots(seen.positions, tables).flatten()).view(count, num_columns, -1)
+        hidden = {window: self._additive_page_masks(layout, seen, offsets, window) for window in windows}
+        write = self._pool_rows_of_slots(self.slots_of_positions(seen.positions, tables).flatten()).view(
+            count, num_columns, -1
+        )
         return [
-            self._attend(
+            self._make_attention(
                 layout,
                 write[:, part].flatten(),
                 {window: tuple(added[:, part] for added in each) for window, each in hidden.items()},
@@ -331,33 +335,33 @@ class HostPagedCache(PagedCache):
             for part in (slice(start, start + width) for start in range(0, num_columns, width))
         ]
 
-    def _hidden_pages(self, layout: Layout, seen: Seen, offsets: Tensor, window: int) -> tuple[Tensor, ...]:
-        """``_hidden`` of the pages with one reader and, where there are some, of those with several."""
-        own = self._hidden(seen, layout.owner, layout.base, offsets, window)
+    def _additive_page_masks(self, layout: Layout, seen: Seen, offsets: Tensor, window: int) -> tuple[Tensor, ...]:
+        """``_additive_mask`` of the pages with one reader and, where there are some, of those with several."""
+        own = self._additive_mask(seen, layout.owner, layout.base, offsets, window)
         if (shared := layout.shared) is None:
             return (own,)
-        return own, self._hidden(seen, shared.readers.flatten(), shared.base, offsets, window)
+        return own, self._additive_mask(seen, shared.readers.flatten(), shared.base, offsets, window)
 
-    def _hidden(self, seen: Seen, owner: Tensor, base: Tensor, offsets: Tensor, window: int) -> Tensor:
+    def _additive_mask(self, seen: Seen, owner: Tensor, base: Tensor, offsets: Tensor, window: int) -> Tensor:
         """Numbers [e, n, S] to add to scores: 0 where a query sees the position, else one that softmax makes 0."""
         visible, dtype = seen.attention_mask(owner, base, offsets, window), self._pool.dtype
         added = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
         return added.masked_fill_(~visible, max(MASKED_SCORE, torch.finfo(dtype).min))
 
-    def _num_read(self, layout: Layout, positions: Tensor) -> int:
+    def _num_read_positions(self, layout: Layout, positions: Tensor) -> int:
         """Positions of a page that a pass reads: fewer than all while every row is within its first page."""
         if layout.padding is not None or not positions.is_cpu:  # a device's longest would have to be waited for
             return self.page_size
         return min(self.page_size, -(-(int(positions.max()) + 1) // _ROUND_LENGTH) * _ROUND_LENGTH)
 
-    def _attend(
+    def _make_attention(
         self, layout: Layout, write: Tensor, hidden: dict[int, tuple[Tensor, ...]], only_layer: int | None
     ) -> Attend:
         """The closure over one pass: where it writes, and by window what own and shared pages it sees."""
         g, r, d = self._heads
         num_rows, n = layout.num_rows, next(iter(hidden.values()))[0].shape[1]
         shared, num_own = layout.shared, len(layout.owner)
-        masks = {window: self._masks(layout, *added) for window, added in hidden.items()}
+        masks = {window: self._expand_masks_to_heads(layout, *added) for window, added in hidden.items()}
 
         def attend(layer: int, query: Tensor, key_value: Tensor) -> Tensor:
             at = layer if only_layer is None else only_layer
@@ -376,18 +380,20 @@ class HostPagedCache(PagedCache):
                 if shared is not None and shared_mask is not None:
                     more, more_lse = self._attend_shared(pool, q, shared, shared_mask)
                     out, lse = torch.cat([out, more]), torch.cat([lse, more_lse])
-                out = _merge(out, lse, layout.table, layout.padding)
+                out = _merge_page_attentions(out, lse, layout.table, layout.padding)
             return out.view(num_rows, g, r, n, d).permute(0, 3, 1, 2, 4).reshape(num_rows * n, g * r * d)
 
         return attend
 
-    def _masks(self, layout: Layout, own: Tensor, common: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def _expand_masks_to_heads(
+        self, layout: Layout, own: Tensor, common: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """The masks of own and of shared pages, for all query heads of a key-value head."""
         r, (_, n, width) = self._heads[1], own.shape
-        mask = _by_query(own, r)
+        mask = _repeat_mask_by_query(own, r)
         if layout.shared is None or common is None:
             return mask, None
-        each = _by_query(common, r).expand(-1, -1, r * n, -1)
+        each = _repeat_mask_by_query(common, r).expand(-1, -1, r * n, -1)
         return mask, each.reshape(len(layout.shared.pages), 1, -1, width)
 
     def _attend_shared(self, pool: Tensor, q: Tensor, shared: SharedPages, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -402,7 +408,7 @@ class HostPagedCache(PagedCache):
         return out, lse.reshape(count, g, most, each).transpose(1, 2).reshape(-1, g, each)
 
 
-def _by_query(added: Tensor, r: int) -> Tensor:
+def _repeat_mask_by_query(added: Tensor, r: int) -> Tensor:
     """Mask [e, 1, r * n, S] (r once for a single query: it broadcasts) of ``added`` [e, n, S]."""
     entries, n, width = added.shape
     mask = added.unsqueeze(1)
@@ -419,7 +425,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, T
     return torch.matmul((scores - lse.unsqueeze(-1)).exp().to(v.dtype), v), lse
 
 
-def _merge(out: Tensor, lse: Tensor, table: Tensor, padding: Tensor) -> Tensor:
+def _merge_page_attentions(out: Tensor, lse: Tensor, table: Tensor, padding: Tensor) -> Tensor:
     """Join each row's pages: out [e, g, m, d], lse [e, g, m], table [B, P] -> [B, g, m, d]."""
     each = lse[table] + padding
     weight = each.softmax(1).unsqueeze(-1).to(out.dtype)

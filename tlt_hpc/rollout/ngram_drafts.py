@@ -22,7 +22,7 @@ NoiseAt = Callable[[int, int, int], float]
 """The noise of a row's d-th drafted position and one token."""
 
 
-def noise_of(noise: Tensor) -> NoiseAt:
+def make_noise_reader(noise: Tensor) -> NoiseAt:
     """Reads noise [B, D, V] on the host; lists are faster for small vocabularies."""
     rows = noise.tolist() if noise.shape[-1] <= 256 else noise
     return lambda row, d, token: float(rows[row][d][token])
@@ -39,7 +39,7 @@ class NgramDrafts:
         """Finished responses that the table has not seen to their ends, and their tokens that it lacks."""
         self._num_unlearned = 0
 
-    def finish(self, response: Response) -> None:
+    def keep_finished_response(self, response: Response) -> None:
         """Keep a finished response for the table, as long as there is room for it."""
         if not self.active:
             return
@@ -57,23 +57,23 @@ class NgramDrafts:
         if not self.active:
             return
         while self._unlearned:
-            self._learn(self._unlearned.popleft())
+            self._add_to_table(self._unlearned.popleft())
         self._num_unlearned = 0
         most = HISTORY_TOKENS // max(1, len(responses))
         for response in responses:
             response.num_learned = max(response.num_learned, len(response.text) - most)
-            self._learn(response)
+            self._add_to_table(response)
 
-    def _learn(self, response: Response) -> None:
+    def _add_to_table(self, response: Response) -> None:
         if response.num_learned < len(response.text):
             self._table.learn(response.prompt, response.text, response.num_learned)
             response.num_learned = len(response.text)
 
-    def chains(self, responses: Sequence[Response], noise: NoiseAt, strategy: Strategy) -> list[list[int]]:
+    def draft_chains(self, responses: Sequence[Response], noise: NoiseAt, strategy: Strategy) -> list[list[int]]:
         """At most ``depth`` drafts for each row's tokens so far, fewer where no context is known."""
-        return [self._chain(response, b, noise, strategy) for b, response in enumerate(responses)]
+        return [self._draft_chain(response, b, noise, strategy) for b, response in enumerate(responses)]
 
-    def _chain(self, response: Response, row: int, noise: NoiseAt, strategy: Strategy) -> list[int]:
+    def _draft_chain(self, response: Response, row: int, noise: NoiseAt, strategy: Strategy) -> list[int]:
         prompt, context, drafts = response.prompt, response.text[-ORDERS[0] :], list[int]()
         known = response.rule.num_tokens  # a prompt may hold ids that are never sampled
         while len(drafts) < strategy.depth:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.kernels.gumbel import gumbel_noise, gumbel_noise_reference, philox
-from tlt_hpc.rollout.transfer import exchange, upload
+from tlt_hpc.rollout.transfer import swap_rows_in_place, upload
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _compiled_noise_function(vocab_size: int) -> Callable[[Tensor, Tensor, int],
     return padded
 
 
-def _compiled(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def _compiled_gumbel_noise(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return _compiled_noise_function(vocab_size)(words, positions, vocab_size)  # compiled at the first call
 
 
@@ -92,7 +92,7 @@ class NoiseWindow:
         self.words = torch.zeros(num_rows, 4, dtype=torch.int64, device=device)
         """``noise_key`` of each row's sample."""
         self._ring: Tensor | None = None
-        self._rows_of = _compiled if vocab_size >= _COMPILED_FROM else gumbel_noise_reference
+        self._rows_of = _compiled_gumbel_noise if vocab_size >= _COMPILED_FROM else gumbel_noise_reference
         self._made = [0] * num_rows
         """Each row's first position without noise yet."""
 
@@ -102,7 +102,7 @@ class NoiseWindow:
         return 0 if self.words.is_cuda else 4 * len(self.words) * self.width * self.vocab_size
 
     @property
-    def _noise(self) -> Tensor:
+    def _noise_ring(self) -> Tensor:
         """[R * width, V], allocated on first use: not at all where kernels generate the noise themselves."""
         if self._ring is None:
             with torch.inference_mode(False):  # rows are moved outside of it
@@ -116,9 +116,9 @@ class NoiseWindow:
 
     def swap_rows(self, one: int, other: int) -> None:
         """Exchange two rows' places in their streams."""
-        exchange(self.words, one, other)
+        swap_rows_in_place(self.words, one, other)
         if self._ring is not None:
-            exchange(self._ring.view(-1, self.width, self.vocab_size), one, other)
+            swap_rows_in_place(self._ring.view(-1, self.width, self.vocab_size), one, other)
         self._made[one], self._made[other] = self._made[other], self._made[one]
 
     def noise_at_positions(self, positions: Sequence[int], width: int) -> Tensor:
@@ -128,20 +128,20 @@ class NoiseWindow:
         """
         assert width <= self.width
         if self.words.is_cuda:  # there a call is cheap, and a ring over a wide vocabulary would take a gigabyte
-            return self._at_once(positions, width)
+            return self._generate_at_positions(positions, width)
         start = np.asarray(positions, dtype=np.int64)
         if any(made < position + width for made, position in zip(self._made, positions, strict=False)):
-            self._make(start)
+            self._generate_missing_noise(start)
         index = np.arange(len(start))[:, None] * self.width + (start[:, None] + np.arange(width)) % self.width
-        rows = torch.from_numpy(index).to(self._noise.device)
-        return self._noise[rows]
+        rows = torch.from_numpy(index).to(self._noise_ring.device)
+        return self._noise_ring[rows]
 
-    def _at_once(self, positions: Sequence[int], width: int) -> Tensor:
+    def _generate_at_positions(self, positions: Sequence[int], width: int) -> Tensor:
         at = upload(positions, self.words.device).unsqueeze(1) + torch.arange(width, device=self.words.device)
         words = self.words[: len(at)].repeat_interleave(width, 0)
         return gumbel_noise(words, at.flatten(), self.vocab_size).view(*at.shape, -1)
 
-    def _make(self, start: NDArray[np.int64]) -> None:
+    def _generate_missing_noise(self, start: NDArray[np.int64]) -> None:
         """Make what the rows' next ``width`` positions still lack."""
         first = np.maximum(np.array(self._made[: len(start)], dtype=np.int64), start)
         counts = start + self.width - first
@@ -150,12 +150,12 @@ class NoiseWindow:
         position = np.repeat(first, counts) + within
         most = max(1, self._CALL_NUMBERS // self.vocab_size)
         for begin in range(0, len(row), most):
-            self._fill(row[begin : begin + most], position[begin : begin + most])
+            self._write_noise_to_ring(row[begin : begin + most], position[begin : begin + most])
         self._made[: len(start)] = (start + self.width).tolist()
 
-    def _fill(self, row: NDArray[np.int64], position: NDArray[np.int64]) -> None:
-        device = self._noise.device
+    def _write_noise_to_ring(self, row: NDArray[np.int64], position: NDArray[np.int64]) -> None:
+        device = self._noise_ring.device
         words = self.words[torch.from_numpy(row).to(device)]
         noise = self._rows_of(words, torch.from_numpy(position).to(device), self.vocab_size)
         target = torch.from_numpy(row * self.width + position % self.width).to(device)
-        self._noise.index_copy_(0, target, noise)
+        self._noise_ring.index_copy_(0, target, noise)

@@ -33,14 +33,14 @@ class PoolMemory:
         self.is_released = False
 
     @property
-    def gives_back(self) -> bool:
+    def is_releasable(self) -> bool:
         """True if ``release`` gives back all of it."""
         return len(self._blocks) == len(self._tensors)
 
-    def zeros(self, *sizes: int, dtype: torch.dtype) -> Tensor:
+    def allocate_zeros(self, *sizes: int, dtype: torch.dtype) -> Tensor:
         """A new tensor of zeros."""
         num_bytes = prod(sizes) * dtype.itemsize
-        block = self._make(num_bytes) if num_bytes else None
+        block = self._allocate_block(num_bytes) if num_bytes else None
         if block is None:
             tensor = torch.zeros(sizes, dtype=dtype, device=self._device)
         else:
@@ -82,7 +82,7 @@ class PoolMemory:
             self._blocks.pop().close()
         self._tensors.clear()
 
-    def _make(self, num_bytes: int) -> HostMemory | GpuMemory | None:
+    def _allocate_block(self, num_bytes: int) -> HostMemory | GpuMemory | None:
         if self._device.type == "meta":
             return None
         if self._device.type == "cpu":

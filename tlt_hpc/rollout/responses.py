@@ -59,17 +59,17 @@ class Response:
         """Length of its text at which it has its last token."""
 
     @property
-    def num_response(self) -> int:
+    def num_response_tokens(self) -> int:
         """Number of response tokens so far."""
         return len(self.text) - self.prompt_length
 
     @property
-    def room(self) -> int:
+    def num_tokens_left(self) -> int:
         """Tokens that it may still get."""
         return self.longest - len(self.text)
 
     @property
-    def num_stored(self) -> int:
+    def num_stored_drafts(self) -> int:
         """Drafts that its stored text has for the next round."""
         return self.stored.num_drafts if self.stored else 0
 
@@ -82,7 +82,7 @@ class Response:
         """Reason why it has ended, or None; ``has_ended``: by its last token, or a stop string."""
         if has_ended:
             return FinishReason.STOP if self.is_stopped else FinishReason.EOS
-        return FinishReason.LENGTH if self.row >= 0 and self.room <= 0 else None
+        return FinishReason.LENGTH if self.row >= 0 and self.num_tokens_left <= 0 else None
 
     def to_rollout(self, reason: FinishReason, log_probs: NDArray[np.float32], weight_version: int) -> Rollout:
         """The finished response, with log-probs [R]."""
@@ -125,7 +125,7 @@ class AheadQueue:
         self._is_alone, self._times_prefill = is_alone, is_host and is_alone  # a device's chunks are not timed here
         self._min_prefill = _MIN_PREFILL if is_host else _DEVICE_PREFILL
 
-    def next_rows(self, num_free: int, has_rows: bool) -> list[Response]:
+    def take_next_responses(self, num_free: int, has_rows: bool) -> list[Response]:
         """Take those that may have rows now: a few at a time, so that prefill and round stay short."""
         if self._is_alone:
             num_free = min(num_free, _ROWS_AT_ONCE * (self.round_seconds < _STEP_SECONDS or not has_rows))
@@ -143,11 +143,11 @@ class AheadQueue:
         """Learn from a chunk how long the next one takes."""
         self._prefill_rate = num_read / max(seconds, 1e-6)
 
-    def end(self) -> None:
+    def end_and_keep_texts(self) -> None:
         """Continue none of them: the weights change. The texts are kept, complete or not."""
         for response in self.waiting:
-            if response.num_response:
-                self.keep(response)
+            if response.num_response_tokens:
+                self.keep_text(response)
         self.waiting = []
 
     def take_finished_texts(self) -> Texts:
@@ -155,6 +155,6 @@ class AheadQueue:
         taken, self._texts = self._texts, {}
         return taken
 
-    def keep(self, response: Response) -> None:
+    def keep_text(self, response: Response) -> None:
         """Keep the text of a response."""
         self._texts[response.request.key] = response.response_tokens

@@ -90,7 +90,7 @@ class RoundResult:
                 continue
             start = response.prompt_length
             index = response.stops.first_stop(response.text, start + response.num_checked, start)
-            response.num_checked = response.num_response
+            response.num_checked = response.num_response_tokens
             if index is not None:
                 dropped = len(response.text) - (index + 1)
                 del response.text[index + 1 :]

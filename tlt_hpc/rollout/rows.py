@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.rollout.responses import Response
-from tlt_hpc.rollout.transfer import exchange, upload, write_number_on_device
+from tlt_hpc.rollout.transfer import swap_rows_in_place, upload, write_number_on_device
 
 
 class LiveRows:
@@ -41,7 +41,7 @@ class LiveRows:
         self.responses: list[Response] = []
 
     @property
-    def _by_row(self) -> tuple[Tensor, ...]:
+    def _tensors_by_row(self) -> tuple[Tensor, ...]:
         return self.tokens, self.lengths, self.caps, self.starts, self.temperatures, self.top_k, self.top_p
 
     @property
@@ -62,7 +62,7 @@ class LiveRows:
     @property
     def response_lengths(self) -> list[int]:
         """Response tokens so far, of each live row."""
-        return [response.num_response for response in self.responses]
+        return [response.num_response_tokens for response in self.responses]
 
     def add(self, response: Response) -> int:
         """Make a row for a sequence; returns it."""
@@ -86,7 +86,7 @@ class LiveRows:
         count = self.num_live if count is None else count
         return self.tokens[self.index[:count], self.lengths[:count] - 1]
 
-    def extend(self, chosen: Tensor, counts: Tensor) -> Tensor:
+    def append_tokens(self, chosen: Tensor, counts: Tensor) -> Tensor:
         """Append the first ``counts`` [B] of ``chosen`` [B, n]; returns the columns [B, n] that were written.
 
         Columns beyond a row's count are written too: nothing reads past ``lengths``, and the next round overwrites.
@@ -97,7 +97,7 @@ class LiveRows:
         self.lengths[:num_rows] += counts
         return columns
 
-    def keep_log_probs(self, log_probs: Tensor, kept: Sequence[tuple[int, int, int, int]]) -> None:
+    def write_log_probs(self, log_probs: Tensor, kept: Sequence[tuple[int, int, int, int]]) -> None:
         """Note log-probs [B, m] of new tokens; ``kept``: which of them, for which row, from where on, and how many.
 
         All at once: an assignment for each of many rows would take longer than the rest of the host's work.
@@ -120,8 +120,8 @@ class LiveRows:
         responses = self.responses
         responses[one], responses[other] = responses[other], responses[one]
         responses[one].row, responses[other].row = one, other
-        for tensor in (*self._by_row, self.log_probs):
-            exchange(tensor, one, other)
+        for tensor in (*self._tensors_by_row, self.log_probs):
+            swap_rows_in_place(tensor, one, other)
 
     def remove_last(self) -> None:
         """Drop the last row, which is padding from now on."""

@@ -63,7 +63,7 @@ def top_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best.values, chunk * _CHUNK + best.indices % _CHUNK
 
 
-def choose(logits: Tensor, noise: Tensor, rule: SamplingRule, tolerance: float) -> Choice:
+def choose_tokens(logits: Tensor, noise: Tensor, rule: SamplingRule, tolerance: float) -> Choice:
     """Gumbel-max over the tokens that the truncations keep; temperature 0 is argmax.
 
     Args:
@@ -80,7 +80,7 @@ def choose(logits: Tensor, noise: Tensor, rule: SamplingRule, tolerance: float) 
     if not rule.truncates:
         values, indices = top_scores(scores, min(2, rule.num_tokens))
         return Choice(indices[..., 0], values[..., 0] - values[..., -1] < tolerance)
-    surely, perhaps = kept_tokens(scaled, rule, tolerance)
+    surely, perhaps = kept_token_masks(scaled, rule, tolerance)
     values, indices = top_scores(scores.masked_fill(~perhaps, -torch.inf), min(2, rule.num_tokens))
     token = indices[..., 0]
     edge = ~surely.gather(-1, token.unsqueeze(-1)).squeeze(-1)
@@ -90,20 +90,20 @@ def choose(logits: Tensor, noise: Tensor, rule: SamplingRule, tolerance: float) 
 def choose_tokens_by_rule(
     logits: Tensor, noise: Tensor, rules: Sequence[SamplingRule], tolerance: Callable[[SamplingRule], float]
 ) -> Choice:
-    """``choose`` for logits [B, n, V] whose rows have rules of their own, each with its zone of doubt."""
+    """``choose_tokens`` for logits [B, n, V] whose rows have rules of their own, each with its zone of doubt."""
     distinct = dict.fromkeys(rules)
     if len(distinct) == 1:
-        return choose(logits, noise, rules[0], tolerance(rules[0]))
+        return choose_tokens(logits, noise, rules[0], tolerance(rules[0]))
     token = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     doubtful = torch.empty(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     for rule in distinct:
         rows = torch.tensor([row for row, other in enumerate(rules) if other == rule], device=logits.device)
-        choice = choose(logits[rows], noise[rows], rule, tolerance(rule))
+        choice = choose_tokens(logits[rows], noise[rows], rule, tolerance(rule))
         token[rows], doubtful[rows] = choice.token, choice.doubtful
     return Choice(token, doubtful)
 
 
-def kept_tokens(scaled: Tensor, rule: SamplingRule, tolerance: float) -> tuple[Tensor, Tensor]:
+def kept_token_masks(scaled: Tensor, rule: SamplingRule, tolerance: float) -> tuple[Tensor, Tensor]:
     """Masks [..., V] of the tokens that the truncations surely keep, and that they keep perhaps.
 
     Each truncation reads the full distribution. With ``tolerance`` 0 both masks agree up to exact ties. A nucleus
@@ -127,10 +127,10 @@ def kept_tokens(scaled: Tensor, rule: SamplingRule, tolerance: float) -> tuple[T
     return surely, perhaps
 
 
-def lowest_kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def lowest_kept_scores(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The least number [R, 1] that a token of ``scaled`` [R, V] must have to be kept by its row's truncations [R] each.
 
-    ``kept_tokens`` without a zone of doubt, for rules that stand in tensors: nothing is read back.
+    ``kept_token_masks`` without a zone of doubt, for rules that stand in tensors: nothing is read back.
     """
     width = scaled.shape[1]
     ranked = scaled.sort(-1, descending=True).values

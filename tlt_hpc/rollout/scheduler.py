@@ -17,7 +17,7 @@ from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.stored_text import StoredRow
-from tlt_hpc.rollout.transfer import exchange
+from tlt_hpc.rollout.transfer import swap_rows_in_place
 
 _MIN_DENSITY = 0.75
 """Below this share of used pages among those up to the highest used one, pages are worth moving together."""
@@ -46,7 +46,7 @@ class PagePool:
         """One more than the highest page in use."""
         return next((page + 1 for page in range(self.num_pages - 1, -1, -1) if self._holders[page]), 0)
 
-    def take(self, count: int) -> list[int]:
+    def take_pages(self, count: int) -> list[int]:
         """Hold ``count`` free pages; the scheduler makes room first."""
         assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} of {self.num_pages} free"
         pages = [heapq.heappop(self._free) for _ in range(count)]
@@ -124,21 +124,21 @@ class Scheduler:
             if self.cache.wants_packing and self.pool.is_fragmented:
                 self._compact_pages()
             tables = [response.pages for response in self.rows.responses]
-            self._layout = self.cache.layout(tables, self.pool.high_water)
+            self._layout = self.cache.build_layout(tables, self.pool.high_water)
             self._first_layout = 0, None
         return self._layout
 
-    def layout_of(self, count: int) -> Layout | None:
+    def layout_of_first_rows(self, count: int) -> Layout | None:
         """``layout``, of passes over the first ``count`` rows alone."""
         whole = self.layout
         if count == self.rows.num_live:
             return whole
         if self._first_layout[0] != count:
             tables = [response.pages for response in self.rows.responses[:count]]
-            self._first_layout = count, self.cache.layout(tables, self.pool.high_water)
+            self._first_layout = count, self.cache.build_layout(tables, self.pool.high_water)
         return self._first_layout[1]
 
-    def pages_for(self, num_tokens: int) -> int:
+    def num_pages_for(self, num_tokens: int) -> int:
         """Number of pages that so many tokens take."""
         return -(-num_tokens // self.cache.page_size)
 
@@ -168,11 +168,11 @@ class Scheduler:
     def _try_admit(self, response: Response) -> bool:
         sibling = next((other for other in self.rows.responses if other.prompt == response.prompt), None)
         num_shared = (response.prompt_length - 1) // self.cache.page_size if sibling else 0
-        needed = self.pages_for(len(response.text)) - num_shared
+        needed = self.num_pages_for(len(response.text)) - num_shared
         admitted = self.rows.num_live + len(self.prefilling)
         if self.pool.num_free < needed + (1 + admitted // 4 if admitted else 0):
             return False
-        own = self.pool.take(needed)
+        own = self.pool.take_pages(needed)
         response.num_cached = 0
         if sibling is not None:
             shared = sibling.pages[:num_shared]
@@ -181,7 +181,7 @@ class Scheduler:
             response.num_cached = response.prompt_length - 1
             left = response.num_cached - num_shared * self.cache.page_size
             if left:
-                self.cache.copy_start(sibling.pages[num_shared], own[0], left)
+                self.cache.copy_page_start(sibling.pages[num_shared], own[0], left)
         else:
             response.pages = own
         if response.num_cached >= len(response.text) - 1:
@@ -201,8 +201,8 @@ class Scheduler:
         unread = [len(response.text) - 1 - response.num_cached for response in chosen]
         width = min(max(unread), max(1, max_tokens // len(chosen)))
         ends = [response.num_cached + min(left, width) for response, left in zip(chosen, unread, strict=True)]
-        readable = [response.pages[: self.pages_for(end)] for response, end in zip(chosen, ends, strict=True)]
-        return PrefillChunk(chosen, ends, width, self.cache.layout(readable, self.pool.high_water))
+        readable = [response.pages[: self.num_pages_for(end)] for response, end in zip(chosen, ends, strict=True)]
+        return PrefillChunk(chosen, ends, width, self.cache.build_layout(readable, self.pool.high_water))
 
     def finish_chunk(self, chunk: PrefillChunk) -> None:
         """Give rows to the sequences of which a chunk has read the last part."""
@@ -216,9 +216,9 @@ class Scheduler:
     def _give_row(self, response: Response) -> None:
         row = self.rows.add(response)
         self.cache.set_table(row, response.pages)
-        self._noise.set_row(row, response.request.key, response.num_response)
+        self._noise.set_row(row, response.request.key, response.num_response_tokens)
         if self._learned is not None:
-            self._learned.set_row(row, response)
+            self._learned.reset_row(row, response)
         self._layout = None
 
     # -- growth -------------------------------------------------------------------------------------------------
@@ -228,13 +228,13 @@ class Scheduler:
 
         ``in_flight``: tokens that a row may have got in rounds that have not been read yet.
         """
-        most = self.rows.num_live * (1 + self.pages_for(num_slots + in_flight))
+        most = self.rows.num_live * (1 + self.num_pages_for(num_slots + in_flight))
         if most <= self.pool.num_free:  # each has the pages of its text
             return True
         lacking = (self._num_lacking(response, num_slots, in_flight) for response in self.rows.responses)
         return sum(lacking) <= self.pool.num_free
 
-    def reserve(self, num_slots: int, in_flight: int = 0) -> int:
+    def reserve_pages_or_preempt(self, num_slots: int, in_flight: int = 0) -> int:
         """Give every live row the pages for that many positions, if need be by preempting what arrived last.
 
         Returns how many sequences of the step's own were preempted.
@@ -253,7 +253,7 @@ class Scheduler:
                 row = 0  # rows have moved; those that have their pages take none again
                 continue
             if lacking:
-                response.pages += self.pool.take(lacking)
+                response.pages += self.pool.take_pages(lacking)
                 self.cache.set_table(row, response.pages)
                 self._layout = None
             row += 1
@@ -261,7 +261,7 @@ class Scheduler:
 
     def _num_lacking(self, response: Response, num_slots: int, in_flight: int) -> int:
         longest = min(len(response.text) + in_flight, response.longest)
-        return max(0, self.pages_for(longest - 1 + num_slots) - len(response.pages))
+        return max(0, self.num_pages_for(longest - 1 + num_slots) - len(response.pages))
 
     def _preempt(self) -> Response:
         """Take row and pages of the sequence that arrived last, whether it is being prefilled or has a row."""
@@ -274,7 +274,7 @@ class Scheduler:
         else:
             row = self.rows.responses.index(victim)
             victim.log_probs = self.rows.response_log_probs(row).numpy().copy()
-            self.remove(row)
+            self.remove_row(row)
         return victim
 
     # -- order --------------------------------------------------------------------------------------------------
@@ -292,12 +292,12 @@ class Scheduler:
         responses = self.rows.responses
         for response in responses:
             if response.stored is not None:
-                response.stored.follow(response.text, response.prompt_length, response.room)
+                response.stored.follow_response(response.text, response.prompt_length, response.num_tokens_left)
                 if response.stored.is_spent:
                     response.stored = None
-        num_rest = sum(not response.num_stored for response in responses)
-        late = [row for row in range(num_rest) if responses[row].num_stored]
-        early = [row for row in range(num_rest, self.rows.num_live) if not responses[row].num_stored]
+        num_rest = sum(not response.num_stored_drafts for response in responses)
+        late = [row for row in range(num_rest) if responses[row].num_stored_drafts]
+        early = [row for row in range(num_rest, self.rows.num_live) if not responses[row].num_stored_drafts]
         for one, other in zip(late, early, strict=True):
             self._swap(one, other)
         texts = [response.stored for response in responses[num_rest:]]
@@ -308,12 +308,12 @@ class Scheduler:
         self.rows.swap(one, other)
         self._noise.swap_rows(one, other)
         for tensor in (self.cache.tables, *((self._learned.known,) if self._learned else ())):
-            exchange(tensor, one, other)
+            swap_rows_in_place(tensor, one, other)
         self._layout = None
 
     # -- out ----------------------------------------------------------------------------------------------------
 
-    def remove(self, row: int) -> None:
+    def remove_row(self, row: int) -> None:
         """Take a sequence's row and pages away; the last row takes its place."""
         self.release(self.rows.responses[row])
         last = self.rows.num_live - 1
@@ -336,7 +336,7 @@ class Scheduler:
         while self.prefilling:
             self.release(self.prefilling.pop())
         while self.rows.num_live:
-            self.remove(self.rows.num_live - 1)
+            self.remove_row(self.rows.num_live - 1)
         return dropped
 
     def _compact_pages(self) -> None:

@@ -33,42 +33,42 @@ class StopStrings:
         """
         if not self._strings:
             return None
-        shown = self._shown_before(tokens, unchecked, start)
+        shown = self._visible_tokens_before(tokens, unchecked, start)
         for index in range(unchecked, len(tokens)):
-            if self._silent(tokens[index]):
+            if self._decodes_to_nothing(tokens[index]):
                 continue
             shown.append(tokens[index])
             del shown[: -self._reach]
-            if self._completes(shown):
+            if self._completes_stop_string(shown):
                 return index
         return None
 
-    def _shown_before(self, tokens: Sequence[int], end: int, start: int) -> list[int]:
+    def _visible_tokens_before(self, tokens: Sequence[int], end: int, start: int) -> list[int]:
         """The last tokens before ``end`` that show in the text, as many as the next one's window can need."""
         shown: list[int] = []
         index = end - 1
         while index >= start and len(shown) < self._reach:
-            if not self._silent(tokens[index]):
+            if not self._decodes_to_nothing(tokens[index]):
                 shown.append(tokens[index])
             index -= 1
         return shown[::-1]
 
-    def _silent(self, token: int) -> bool:
+    def _decodes_to_nothing(self, token: int) -> bool:
         """True if a token decodes to nothing; asked of a pair, for decoders that strip the first token's space."""
         if token not in self._is_silent:
             self._is_silent[token] = not self._decode([token, token])
         return self._is_silent[token]
 
-    def _completes(self, shown: list[int]) -> bool:
+    def _completes_stop_string(self, shown: list[int]) -> bool:
         """True if a stop string ends in the text of the last token of ``shown``."""
-        start, text = self._read_window(shown)
+        start, text = self._decode_window(shown)
         ends = [text.rfind(string) + len(string) for string in self._strings if string in text]
         if not ends:
             return False
         before = self._decode(shown[start:-1])
-        return max(ends) > _num_alike(before, text)
+        return max(ends) > _num_common_characters(before, text)
 
-    def _read_window(self, shown: list[int]) -> tuple[int, str]:
+    def _decode_window(self, shown: list[int]) -> tuple[int, str]:
         """Start of the window, up to three tokens early so as not to split a character, and its text.
 
         Decoders with byte fallback make nothing of a run of bytes of which one is broken. A whole character after more
@@ -83,7 +83,7 @@ class StopStrings:
         return start, text
 
 
-def _num_alike(before: str, after: str) -> int:
+def _num_common_characters(before: str, after: str) -> int:
     """Characters at the front that two texts share: the last token may complete a character of the first."""
     pairs = enumerate(zip(before, after, strict=False))
     return next((index for index, (old, new) in pairs if old != new), min(len(before), len(after)))

@@ -44,7 +44,7 @@ class StoredText:
         self._num_seen = self._shift = self._lost_at = 0
         self._places: dict[tuple[int, ...], list[int]] | None = None
         self.num_drafts = 0
-        """Drafts that it has for the next round, as ``follow`` found."""
+        """Drafts that it has for the next round, as ``follow_response`` found."""
 
     @property
     def is_sure(self) -> bool:
@@ -58,7 +58,7 @@ class StoredText:
             return self._num_seen - self._lost_at > _GIVEN_UP
         return self._next >= len(self._tokens)
 
-    def follow(self, text: Sequence[int], start: int, room: int) -> int:
+    def follow_response(self, text: Sequence[int], start: int, room: int) -> int:
         """Follow a response that begins at ``start`` of its ``text``; returns how many drafts there are for its next
         ``room`` tokens.
         """
@@ -68,7 +68,7 @@ class StoredText:
         self.num_drafts = count if count >= _MIN_DRAFTS else 0
         return self.num_drafts
 
-    def drafts(self, most: int) -> list[int]:
+    def next_drafts(self, most: int) -> list[int]:
         """The next tokens of the text, at most so many and no more than ``num_drafts``."""
         return self._tokens[self._next : self._next + min(most, self.num_drafts)]
 
@@ -82,9 +82,9 @@ class StoredText:
                 self._num_agreed += len(new)
                 return
             self._shift, self._lost_at = self._next - (self._num_seen - len(new)), self._num_seen
-        self._place(text)
+        self._place_cursor(text)
 
-    def _place(self, text: Sequence[int]) -> None:
+    def _place_cursor(self, text: Sequence[int]) -> None:
         """Put the cursor where most of the last tokens occur, nearest to where it would have been; else nowhere."""
         self._next, self._num_agreed = -1, 0
         if self._num_seen < _CONTEXT:
@@ -99,10 +99,10 @@ class StoredText:
         expected = self._num_seen + self._shift
         middle = bisect(found, expected)
         near = found[max(0, middle - _MAX_PLACES // 2) : middle + _MAX_PLACES // 2]
-        agreed = [(self._num_equal(text, end), end) for end in near]
+        agreed = [(self._num_equal_tokens(text, end), end) for end in near]
         self._num_agreed, self._next = max(agreed, key=lambda one: (one[0], -abs(one[1] - expected)))
 
-    def _num_equal(self, text: Sequence[int], end: int) -> int:
+    def _num_equal_tokens(self, text: Sequence[int], end: int) -> int:
         """Number of tokens before ``end`` that are the last of the response, up to ``SURE``."""
         most = min(end, self._num_seen, SURE)
         return next((i for i in range(_CONTEXT, most) if self._tokens[end - 1 - i] != text[-1 - i]), most)

@@ -96,21 +96,21 @@ _NAME = re.compile(
 )
 
 
-def strategies_of(mode: str, names: Sequence[str], ahead: bool = False) -> tuple[Strategy, ...]:
+def parse_strategies(mode: str, names: Sequence[str], ahead: bool = False) -> tuple[Strategy, ...]:
     """The strategies of a speculation mode: "off", those of the named ones that the mode allows, and with ``ahead``
     those for stored texts, unless the mode is plain.
 
     Raises:
         ValueError: there is no strategy of this name, or none to be named.
     """
-    named = dict.fromkeys(map(strategy_named, names))
+    named = dict.fromkeys(map(parse_strategy, names))
     if any(strategy.source == "stored" for strategy in named):
         raise ValueError("strategies stored-... come with speculation.ahead; leave them out of speculation.strategies")
     stored = STORED if ahead and mode != "plain" else ()
     return (OFF, *(strategy for strategy in named if strategy.source in _SOURCES[mode]), *stored)
 
 
-def strategy_named(name: str) -> Strategy:
+def parse_strategy(name: str) -> Strategy:
     """The strategy with this ``name``.
 
     Raises:

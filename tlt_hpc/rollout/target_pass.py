@@ -17,7 +17,7 @@ from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.scheduler import PrefillChunk
 from tlt_hpc.rollout.transfer import upload
-from tlt_hpc.rollout.tree import DraftTree, emitted_counts, nodes_on_path, path_of
+from tlt_hpc.rollout.tree import DraftTree, emitted_counts, nodes_on_path, path_nodes_in_order
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class TargetPass:
         positions = upload(columns, device)
         width = cache.tables.shape[1]
         tables = upload([one.pages + [cache.num_pages] * (width - len(one.pages)) for one in responses], device)
-        attend = cache.attend(chunk.layout, tables, positions)
+        attend = cache.make_attention(chunk.layout, tables, positions)
         flat = upload(tokens, device).flatten(), positions.flatten()
         _, features = self.decoder.features(*flat, attend, self.feature_layers)
         if cache.features is not None:
-            cache.features[cache.slots(positions, tables).flatten()] = features
+            cache.features[cache.slots_of_positions(positions, tables).flatten()] = features
 
     def forward(self, drafts: DraftTree, layout: Layout | None) -> tuple[Tensor, Tensor]:
         """Features to keep [B, N, F] and logits [B, N, V] at every node."""
@@ -66,7 +66,7 @@ class TargetPass:
         first = (rows.lengths[:count] - 1).unsqueeze(1)
         places = first + torch.arange(n, device=first.device)
         positions = places if drafts.depths is None else first + drafts.depths
-        attend = cache.attend(
+        attend = cache.make_attention(
             layout,
             cache.tables[:count],
             places,
@@ -86,7 +86,7 @@ class TargetPass:
             path = torch.arange(drafts.num_nodes, device=chosen.device).expand(count, -1)
             along = chosen.clone()
         else:
-            path = path_of(on_path, int(on_path.sum(1).max()) if longest is None else longest)
+            path = path_nodes_in_order(on_path, int(on_path.sum(1).max()) if longest is None else longest)
             along = chosen.gather(1, path)
         room = rows.caps[:count] - rows.lengths[:count]
         counts, ended = emitted_counts(along, on_path.sum(1) - 1, room, rows.ends)
@@ -104,12 +104,12 @@ class TargetPass:
         along = first + torch.arange(width, device=first.device)
         straight = drafts.depths is None
         if not straight and width > 1:
-            source = cache.slots(first + accepted.path, tables)
-            cache.move_slots(source[:, 1:].flatten(), cache.slots(along, tables)[:, 1:].flatten())
+            source = cache.slots_of_positions(first + accepted.path, tables)
+            cache.copy_slots(source[:, 1:].flatten(), cache.slots_of_positions(along, tables)[:, 1:].flatten())
         if cache.features is not None:
-            kept = features if straight else along_path(features, accepted.path)
-            cache.features[cache.slots(along, tables).flatten()] = kept.flatten(0, 1)
-        return rows.extend(accepted.chosen, accepted.counts)
+            kept = features if straight else values_along_path(features, accepted.path)
+            cache.features[cache.slots_of_positions(along, tables).flatten()] = kept.flatten(0, 1)
+        return rows.append_tokens(accepted.chosen, accepted.counts)
 
 
 def noise_by_node(noise: Tensor, drafts: DraftTree) -> Tensor:
@@ -120,6 +120,6 @@ def noise_by_node(noise: Tensor, drafts: DraftTree) -> Tensor:
     return noise[rows, drafts.depths]
 
 
-def along_path(values: Tensor, path: Tensor) -> Tensor:
+def values_along_path(values: Tensor, path: Tensor) -> Tensor:
     """Values [B, m, X] on the path [B, m], of those [B, N, X] of all nodes."""
     return values.gather(1, path.unsqueeze(2).expand(-1, -1, values.shape[2]))

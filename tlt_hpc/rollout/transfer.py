@@ -22,7 +22,7 @@ def write_number_on_device(values: Tensor, index: int, number: float) -> None:
     values[index : index + 1].fill_(number)
 
 
-def exchange(values: Tensor, one: int, other: int) -> None:
+def swap_rows_in_place(values: Tensor, one: int, other: int) -> None:
     """Exchange two rows of ``values`` in place. A list as an index would be copied to the device, and waited for."""
     kept = values[one].clone()
     values[one] = values[other]

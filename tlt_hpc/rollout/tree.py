@@ -35,7 +35,7 @@ class DraftTree:
         return self.tokens.shape[1]
 
 
-def chain(last: Tensor, drafts: Tensor) -> DraftTree:
+def make_chains(last: Tensor, drafts: Tensor) -> DraftTree:
     """Chains: last committed tokens [B] and drafts [B, k] after them."""
     return DraftTree(torch.cat([last.unsqueeze(1), drafts], 1))
 
@@ -54,7 +54,7 @@ def make_tree(tokens: Tensor, parents: Tensor, deepest: int) -> DraftTree:
     return DraftTree(tokens, parents, ancestors, ancestors.sum(2) - 1)
 
 
-def chains(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> DraftTree:
+def make_chains_from_rows(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> DraftTree:
     """Chains from each row's tokens, node 0 first; shorter rows are filled up to ``width`` with empty nodes."""
     return DraftTree(upload([[*row, *[EMPTY] * (width - len(row))] for row in rows], device))
 
@@ -66,7 +66,7 @@ def join_trees_and_chains(
 
     Where the first ones are trees, what follows from ``parents`` is left out.
     """
-    after = chains(rows, width, device)
+    after = make_chains_from_rows(rows, width, device)
     if first is None:
         return after
     missing = width - first.num_nodes
@@ -89,7 +89,7 @@ def nodes_on_path(chosen: Tensor, drafts: DraftTree) -> Tensor:
     return (matches.unsqueeze(1) | ~drafts.ancestors).all(2)
 
 
-def path_of(on_path: Tensor, longest: int) -> Tensor:
+def path_nodes_in_order(on_path: Tensor, longest: int) -> Tensor:
     """The path's nodes in order [B, longest], then others: entries beyond the path's length are meaningless."""
     return (~on_path).long().argsort(dim=1, stable=True)[:, :longest]
 

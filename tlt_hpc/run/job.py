@@ -13,18 +13,18 @@ from functools import partial
 
 import torch
 
-from tlt_hpc.checkpoint.claim import claim_folder
+from tlt_hpc.checkpoint.claim import claim_run_folder_all_ranks
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import Config, DrafterSection, truncation_warning
 from tlt_hpc.data.prompts import PromptSource
-from tlt_hpc.drafting.spot import AVERAGE_MERGES, SpotTrainer
+from tlt_hpc.drafting.spot_trainer import AVERAGE_MERGES, SpotTrainer
 from tlt_hpc.drafting.tail_plan import TailPlan
-from tlt_hpc.look.environment import RankPlace, find_environment
-from tlt_hpc.models.drafter import AS_TARGET, TOKEN_IDS, Drafter, layer_of
+from tlt_hpc.look.environment import RankPlace, describe_start_environment
+from tlt_hpc.models.drafter import AS_TARGET, TOKEN_IDS, Drafter, parse_layer_settings
 from tlt_hpc.models.drafter_file import make_drafter, read_drafter_of_init
 from tlt_hpc.models.folder import import_transformers, load_policy_all_ranks
-from tlt_hpc.models.piece import read_all_once, read_each_once
+from tlt_hpc.models.piece import read_and_broadcast_all, read_and_broadcast_each
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.world import NodeGroup, World
@@ -34,11 +34,18 @@ from tlt_hpc.rl.distributed import join_process_group
 from tlt_hpc.rl.loss import MismatchWatch
 from tlt_hpc.rl.policy import Policy
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.run.session import Session, choose_vocabulary, closed_on_error, drawn_first, open_judge, open_session
+from tlt_hpc.run.session import (
+    Session,
+    choose_vocabulary,
+    close_session_on_error,
+    open_judge,
+    open_session,
+    read_first_prompts,
+)
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder, node_folder
 from tlt_hpc.storage.records import Environment
-from tlt_hpc.storage.step_lines import best_evaluated
+from tlt_hpc.storage.step_lines import best_evaluated_step
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +69,9 @@ class Drafting:
         Raises:
             UserError: it is of another shape.
         """
-        names = checkpoint.names("drafter")
-        with checkpoint.reading("drafter") as read:
-            self.spot.trained.load_state(dict(read_each_once(node, names, read)))
+        names = checkpoint.tensor_names("drafter")
+        with checkpoint.open_tensor_reader("drafter") as read:
+            self.spot.trained.load_state(dict(read_and_broadcast_each(node, names, read)))
 
 
 @dataclass(frozen=True)
@@ -96,33 +103,33 @@ def build_job(config: Config, world: World) -> Job:
     """Collective. Build all parts of a run; if one cannot be built, those before it are closed."""
     bench = open_judge(config.reward, world)
     node = world.node_group
-    world.say("reading the model and the data")
+    world.print_once("reading the model and the data")
     assets = read_assets_once(config, world.size, node)
-    for warning in (node.once(lambda: assets.prompts.warning), truncation_warning(config.rollout)):
+    for warning in (node.run_first_and_broadcast(lambda: assets.prompts.warning), truncation_warning(config.rollout)):
         if world.rank == 0 and warning:
             logger.warning("%s", warning)
     has_drafter, trains_drafter = config.speculation.has_drafter, config.speculation.trains_drafter
     warm = read_initial_drafter(config, assets.shape, node) if has_drafter else None
     session, folder = open_session(config, world, assets), RunFolder(config.folder)
     device, parts = session.decoder.device, session.parts
-    with closed_on_error(session):
+    with close_session_on_error(session):
         merges = AVERAGE_MERGES if trains_drafter else 1
         drafting = make_drafting(session, assets, folder, warm, merges) if has_drafter else None
         if drafting:
             parts.callback(drafting.cache.abandon_step)  # still open if the run failed: its thread ends here
         environment = gather_environment(world, device, assets.excluded_token_ids)
         # last of what may find a mistake of the user's: nothing is written before
-        claim_folder(folder, config, world, assets.prompts, environment)
+        claim_run_folder_all_ranks(folder, config, world, assets.prompts, environment)
         if drafting:
             drafting.cache.remove_parts()
         ahead = agree_on_ahead_mode(config, world, device)
         served = drafting.engine_drafter if drafting else None
-        engine = session.make_engine(session.settings(ahead != "off"), served, keeps=session.keeps)
-        world.say("joining the process group")
+        engine = session.make_engine(session.engine_settings(ahead != "off"), served, keeps=session.keeps_response)
+        world.print_once("joining the process group")
         join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
-        world.say("importing transformers")
+        world.print_once("importing transformers")
         import_transformers(config.lora.rank > 0)
-        world.say("loading the policy")
+        world.print_once("loading the policy")
         is_sharded = config.optimizer.zero_stage == 3
         start = partial(load_policy_all_ranks, assets.folder, config.model.dtype, device, is_sharded, world.rank, node)
         reference = start if config.algorithm.kl_coefficient else None
@@ -135,7 +142,7 @@ def build_job(config: Config, world: World) -> Job:
             engine=engine,
             policy=policy,
             checkpoints=CheckpointStore(
-                folder.checkpoints, config.checkpoint.keep, partial(best_evaluated, folder.metrics)
+                folder.checkpoints, config.checkpoint.keep, partial(best_evaluated_step, folder.metrics)
             ),
             drafting=drafting,
             bench=bench,
@@ -165,7 +172,9 @@ def read_initial_drafter(config: Config, shape: ModelShape, node: NodeGroup) -> 
         ConfigError: there are none, or they are of another model.
     """
     model = find_model(config.model.path)
-    return read_all_once(node, partial(read_drafter_of_init, config.drafter.init, config.drafter.form, shape, model))
+    return read_and_broadcast_all(
+        node, partial(read_drafter_of_init, config.drafter.init, config.drafter.form, shape, model)
+    )
 
 
 def gather_environment(world: World, device: torch.device, never_sampled: Sequence[int]) -> Environment | None:
@@ -175,7 +184,7 @@ def gather_environment(world: World, device: torch.device, never_sampled: Sequen
         properties = torch.cuda.get_device_properties(device)
         gpu, uuid = properties.name, f"GPU-{properties.uuid}"
     places = world.allgather(RankPlace.here(world.hostname, gpu, uuid))
-    return None if world.rank else find_environment(world, places, torch.version.cuda or "", never_sampled)
+    return None if world.rank else describe_start_environment(world, places, torch.version.cuda or "", never_sampled)
 
 
 def make_drafting(
@@ -189,9 +198,9 @@ def make_drafting(
     config, world, decoder = session.config, session.world, session.decoder
     shape, seed, settings = decoder.shape, config.run.seed, config.drafter
     token_ids = warm.get(TOKEN_IDS) if warm is not None else None
-    own = layer_of(warm) if warm is not None else AS_TARGET
+    own = parse_layer_settings(warm) if warm is not None else AS_TARGET
     if warm is None and settings.form == "eagle3":
-        token_ids = choose_vocabulary(config, assets, drawn_first(config.run, assets.prompts))
+        token_ids = choose_vocabulary(config, assets, read_first_prompts(config.run, assets.prompts))
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids, own)
     if decoder.sharding.size > 1:
         served.set_sharding(decoder.sharding)
@@ -200,7 +209,7 @@ def make_drafting(
     cache = FeatureCache(place, rank, *sizes, num_ranks)
     spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids, own, average_merges)
     if warm is not None:
-        spot.trained.start_from(warm)
+        spot.trained.copy_weights_from(warm)
     alone = CheckpointStore(folder.drafter_checkpoints, keep=2)
     return Drafting(cache, spot, served, alone)
 

@@ -19,15 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
-from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.cluster.watch.rank_progress import BEAT, Phase
 from tlt_hpc.common.records import Rollout, SampleKey, Stream
 from tlt_hpc.config import UserError
 from tlt_hpc.look.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS, mean_of
-from tlt_hpc.rl.draws import StepDraws, gather
+from tlt_hpc.rl.draws import StepDraws, gather_rollouts
 from tlt_hpc.rl.stats import PolicyStats
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.run.job import Job
-from tlt_hpc.run.kept import find_excluded_token_text
+from tlt_hpc.run.kept_responses import find_excluded_token_text
 from tlt_hpc.storage.folder import RunFolder, wait_for_listed_files
 from tlt_hpc.storage.hdf5 import DamagedFile, UnreadableFile
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, read_summary
@@ -55,15 +55,17 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> tuple[int, Chec
     Raises:
         ReplayError: on all ranks, where an update is not the one that the run made.
     """
-    committed = job.world.once(lambda: read_lines(job.folder.metrics))
+    committed = job.world.run_first_and_broadcast(lambda: read_lines(job.folder.metrics))
     uncommitted = next(number for number in count(step) if not is_committed(committed.get(number)))
     end, loaded = min(uncommitted, job.config.run.num_steps), None
     # after its step, for what a stop adds in the middle of the next one is in the whole checkpoint alone
     saves: dict[int, Checkpoint] = {}
     if job.drafting:
-        saves = job.world.once(partial(job.drafting.checkpoints.list_steps_within, step + 1, end))
+        saves = job.world.run_first_and_broadcast(
+            partial(job.drafting.checkpoints.open_checkpoints_within, step + 1, end)
+        )
     if step < end:
-        job.world.say("repeating updates from the rollout logs")
+        job.world.print_once("repeating updates from the rollout logs")
     while True:
         if job.drafting and step in saves:
             loaded = saves.pop(step)
@@ -90,16 +92,16 @@ def train_drafter(job: Job, step: int, num_micro_steps: int) -> None:
     """
     if job.drafting is None or not num_micro_steps:
         return
-    spot, sees = job.drafting.spot, job.drafting.cache.look_back(step)
+    spot, sees = job.drafting.spot, job.drafting.cache.set_previous_step(step)
     if not any(job.world.allgather(sees)):
         return
     job.load_policy(step)  # whose head the drafter reads
-    spot.begin(step)
+    spot.begin_rollout(step)
     for _ in range(-(-num_micro_steps // job.world.size)):
-        if job.world.stop_requested or not spot.micro_step():
+        if job.world.stop_requested or not spot.take_micro_step():
             break
-    spot.end()
-    with spot.merging(job.world):
+    spot.end_rollout()
+    with spot.merging_drafters(job.world):
         pass
 
 
@@ -116,18 +118,18 @@ def gather_logged_step(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.f
     Raises:
         UserError: on all ranks, if a file exists and cannot be read now, or the responses are to other prompts.
     """
-    world, paths = job.world, job.world.once(lambda: wait_for_step_logs(job.folder, step))
+    world, paths = job.world, job.world.run_first_and_broadcast(lambda: wait_for_step_logs(job.folder, step))
     found = world.run_on_all_ranks(lambda: _read_logs(paths[world.rank :: world.size]))
     records = [record for record in found if isinstance(record, StepRecord)]
     damage = "".join(error for error in found if isinstance(error, str))
     reports = world.allgather((damage, sum(len(record.micro_steps) for record in records)))
     rewards = np.concatenate([np.zeros(0, np.float32), *(record.rewards for record in records)])
     own = [rollout for record in records for rollout in record.rollouts]
-    gathered = gather(world, own, rewards, {})
+    gathered = gather_rollouts(world, own, rewards, {})
     damaged = next((damage for damage, _ in reports if damage), "")
     draws = StepDraws(job.config, job.prompts, step)
     excluded = job.assets.excluded_token_ids
-    lacking = damaged or missing_responses(gathered.rollouts, gathered.rewards, draws, excluded, job.folder)
+    lacking = damaged or describe_missing_responses(gathered.rollouts, gathered.rewards, draws, excluded, job.folder)
     if lacking:
         if world.rank == 0:
             logger.warning("step %d and those after it are generated again: %s", step + 1, lacking)
@@ -167,7 +169,7 @@ def _read_log(path: Path) -> StepRecord | str:
         return str(error)
 
 
-def missing_responses(
+def describe_missing_responses(
     rollouts: Sequence[Rollout],
     rewards: NDArray[np.float32],
     draws: StepDraws,
@@ -181,15 +183,15 @@ def missing_responses(
     """
     scores = dict(zip((rollout.key for rollout in rollouts), rewards, strict=True))
     step, asked, log = draws.step, dict[SampleKey, bytes](), folder.rollouts
-    again = _generate_again(folder, step)
+    again = _regeneration_remedy(folder, step)
     if told := find_excluded_token_text(rollouts, excluded):
         raise ReplayError(f"{log} has {told}; restore the model's tokenizer files, or {again}")
-    requests = draws.requests()
+    requests = draws.first_requests()
     while requests:
         asked |= {request.key: request.prompt_tokens.tobytes() for request in requests}
         is_whole = asked.keys() <= scores.keys()
-        more = is_whole and draws.needs_scores()
-        requests = draws.refill(np.array([scores[key] for key in asked], np.float32)) if more else []
+        more = is_whole and draws.allows_refill()
+        requests = draws.draw_refill_requests(np.array([scores[key] for key in asked], np.float32)) if more else []
     for rollout in rollouts:
         if not is_whole and rollout.key.stream == Stream.REFILL:
             continue  # which refills were drawn depends on the scores that are missing
@@ -204,7 +206,7 @@ def missing_responses(
     return f"{log} lacks {count} of the {len(asked)} responses of step {step + 1}" if count else ""
 
 
-def _generate_again(folder: RunFolder, step: int) -> str:
+def _regeneration_remedy(folder: RunFolder, step: int) -> str:
     """The remedy where a step's log cannot be used."""
     return f"remove {folder.rollout_log(step, 0).parent} to generate this step and those after it again"
 
@@ -226,5 +228,5 @@ def check_update(folder: RunFolder, step: int, rewards: NDArray[np.float32], sta
         if not abs(found - line[name]) <= tolerance:
             raise ReplayError(
                 f"step {step + 1}, repeated from {folder.rollouts}, has {name} {found:.6g} where {folder.metrics} has "
-                f"{line[name]:.6g}: log and checkpoint are not of one run; {_generate_again(folder, step)}"
+                f"{line[name]:.6g}: log and checkpoint are not of one run; {_regeneration_remedy(folder, step)}"
             )

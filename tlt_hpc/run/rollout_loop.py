@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.cluster.watch.rank_progress import BEAT, Phase
 from tlt_hpc.common.records import Request, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import UserError
 from tlt_hpc.drafting.tail_plan import IdleWork
@@ -21,20 +21,20 @@ from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.scorer import Scorer
-from tlt_hpc.rl.ahead import AheadGeneration
+from tlt_hpc.rl.ahead_generation import AheadGeneration
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.run.job import Drafting, Job
-from tlt_hpc.run.kept import Keeper, find_excluded_token_text, open_keeper
-from tlt_hpc.run.session import engine_status, text_of
+from tlt_hpc.run.kept_responses import Keeper, find_excluded_token_text, open_keeper_read_kept
+from tlt_hpc.run.session import decode_response_text, engine_status
 
 
 class RollingReporter(Protocol):
     """Shows a rollout in progress; called on rank 0 only."""
 
-    def rolling(self, step: int, roster: Roster) -> None: ...
+    def show_rollout(self, step: int, roster: Roster) -> None: ...
 
-    def phase(self, step: int, name: str) -> None: ...
+    def show_phase(self, step: int, name: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,20 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> RolloutOutcome:
 
     A rank that has finished meanwhile scores responses, then trains the drafter or generates the next step's responses.
     """
-    use = job.plan.next()
+    use = job.plan.choose_idle_work()
     begun = time.time(), time.process_time()
-    keeper, kept = open_keeper(job.config, job.folder, job.world, step)
+    keeper, kept = open_keeper_read_kept(job.config, job.folder, job.world, step)
     draws = StepDraws(job.config, job.prompts, step)
-    scorer = Scorer(job.bench, draws.prompt_of, lambda rollout: text_of(job.tokenizer, rollout.response_tokens))
+    scorer = Scorer(
+        job.bench, draws.prompt_of, lambda rollout: decode_response_text(job.tokenizer, rollout.response_tokens)
+    )
     if job.drafting:
         open_feature_cache(job.drafting, job.engine, step)
     num_stored = job.engine.num_stored_tokens if job.replica.index == 0 else 0
     has_next = use.ahead and step + 1 < job.config.run.num_steps
-    following = StepDraws(job.config, job.prompts, step + 1).requests() if has_next else []
+    following = StepDraws(job.config, job.prompts, step + 1).first_requests() if has_next else []
     ahead = AheadGeneration(job.engine, job.replica, job.pulse, job.split_by_replica(following))
-    requests, timings, late_seconds, stopped = draws.requests(), list[RolloutTiming](), list[float](), False
+    requests, timings, late_seconds, stopped = draws.first_requests(), list[RolloutTiming](), list[float](), False
     cpu_seconds = 0.0
     while requests:
         left = add_kept_to_engine(job, requests, keeper, kept)
@@ -90,10 +92,10 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> RolloutOutcome:
         requests = [] if stopped else gather_refill_requests(job.world, job.engine, draws, scorer)
         begun = time.time(), time.process_time()
         if requests and job.world.rank == 0:
-            reporter.phase(step, f"refill {draws.num_refills} of at most {job.config.algorithm.max_refills}")
-    job.engine.ahead.end()
+            reporter.show_phase(step, f"refill {draws.num_refills} of at most {job.config.algorithm.max_refills}")
+    job.engine.ahead.end_and_keep_texts()
     late = max(late_seconds)
-    rollouts = job.engine.collect()
+    rollouts = job.engine.take_finished_rollouts()
     return RolloutOutcome(
         rollouts, tuple(timings), stopped, scorer, use, num_stored, ahead.spans, late, cpu_seconds, kept.keys()
     )
@@ -111,9 +113,9 @@ def add_kept_to_engine(
         UserError: as ``requests_without_kept``.
     """
     left = requests_without_kept(requests, kept, job.config.data.source, job.assets.excluded_token_ids)
-    own = [kept[request.key] for request in requests if request.key in kept and job.is_own(request.key)]
-    job.engine.add_finished(own)
-    keeper.skip(len(own))
+    own = [kept[request.key] for request in requests if request.key in kept and job.owns_response(request.key)]
+    job.engine.add_finished_rollouts(own)
+    keeper.count_as_written(len(own))
     return left
 
 
@@ -141,12 +143,12 @@ def requests_without_kept(
 @BEAT.in_phase(Phase.REWARD)
 def gather_refill_requests(world: World, engine: RolloutEngine, draws: StepDraws, scorer: Scorer) -> list[Request]:
     """Collective. Draw all ranks' requests that replace zero-variance groups; none if there are enough others."""
-    if not draws.needs_scores():
+    if not draws.allows_refill():
         return []
-    own = list(engine.finished)
+    own = list(engine.finished_rollouts)
     scored = list(zip((rollout.key for rollout in own), scorer.judge_and_wait_for_rewards(own).tolist(), strict=True))
     ranks = world.allgather(scored)  # scores alone: the responses are gathered once, for the update
-    return draws.refill(np.array([score for _, score in sorted(chain.from_iterable(ranks))], np.float32))
+    return draws.draw_refill_requests(np.array([score for _, score in sorted(chain.from_iterable(ranks))], np.float32))
 
 
 def generate_until_all_finish(
@@ -177,7 +179,7 @@ def generate_until_all_finish(
     def on_round() -> None:
         nonlocal last_token, cpu_last
         last_token, cpu_last = time.time(), time.process_time()
-        scorer.submit_and_poll(engine.finished)
+        scorer.submit_and_poll(engine.finished_rollouts)
 
     def status() -> Status:
         return rank_status(engine, world, job.drafting, ahead)
@@ -186,20 +188,22 @@ def generate_until_all_finish(
         return train_or_generate_ahead(job, scorer, use, ahead, roster)
 
     def shown(roster: Roster) -> None:
-        if keeper.is_due(engine.finished):
+        if keeper.is_due(engine.finished_rollouts):
             with job.pulse.progressing():
-                keeper.write_new_responses(engine.finished)
+                keeper.write_new_responses(engine.finished_rollouts)
         if world.rank == 0:
-            reporter.rolling(step, roster)
+            reporter.show_rollout(step, roster)
 
-    own = job.shard(requests)
+    own = job.own_replica_requests(requests)
     roster = job.generate(engine, own, on_idle=on_idle, on_round=on_round, status=status, shown=shown, epoch=step)
     late_seconds = time.perf_counter() - job.pulse.released_at
     timing = RolloutTiming(start, last_token, time.time())
     engine.abort()  # of its own, what a stop leaves
-    ahead.pause()
-    keeper.write_new_responses(engine.finished, durable=roster.stopping)  # the update may take long, and may be killed
-    return timing, cpu_last - cpu_start, late_seconds, roster.stopping
+    ahead.end_idle_span()
+    keeper.write_new_responses(
+        engine.finished_rollouts, durable=roster.has_stop_vote
+    )  # the update may take long, and may be killed
+    return timing, cpu_last - cpu_start, late_seconds, roster.has_stop_vote
 
 
 def train_or_generate_ahead(job: Job, scorer: Scorer, use: IdleWork, ahead: AheadGeneration, roster: Roster) -> bool:
@@ -210,9 +214,9 @@ def train_or_generate_ahead(job: Job, scorer: Scorer, use: IdleWork, ahead: Ahea
     now = rank_status(job.engine, job.world, job.drafting, ahead)
     if job.world.stop_requested and (now.state is not State.AHEAD or job.replica.size == 1):
         return False  # nothing is begun while the vote is on its way, and the core is left to others
-    if scorer.has_unscored(job.engine.finished):
+    if scorer.has_unscored(job.engine.finished_rollouts):
         with job.pulse.progressing(now):
-            scorer.score_while_waiting(job.engine.finished, lambda: is_over(job.pulse, job.world))
+            scorer.score_while_waiting(job.engine.finished_rollouts, lambda: is_over(job.pulse, job.world))
         if job.replica.size == 1:
             return True
     if now.state is State.AHEAD:  # the ranks of a replica do so together, whatever each of them has scored
@@ -222,12 +226,12 @@ def train_or_generate_ahead(job: Job, scorer: Scorer, use: IdleWork, ahead: Ahea
         return False
     assert job.drafting is not None
     with job.pulse.progressing(now._replace(state=State.TRAINING)):
-        return job.drafting.spot.micro_step(lambda: is_over(job.pulse, job.world))
+        return job.drafting.spot.take_micro_step(lambda: is_over(job.pulse, job.world))
 
 
 def is_over(pulse: Pulse, world: World) -> bool:
     """True if this rank should return to its loop: the rollout is over, or it has a stop to vote for."""
-    return pulse.over or world.stop_requested
+    return pulse.is_over or world.stop_requested
 
 
 def rank_status(engine: RolloutEngine, world: World, drafting: Drafting | None, ahead: AheadGeneration) -> Status:
@@ -245,14 +249,14 @@ def open_feature_cache(drafting: Drafting, engine: RolloutEngine, step: int) -> 
     """Open this rank's feature cache for the step, and have the engine fill it; a full disk leaves the step without."""
     with drafting.cache.tolerating_write_errors():
         drafting.cache.begin_step(step, engine.decoder.version)
-    engine.outbox.send_to(drafting.cache.append)
-    drafting.spot.begin(step)
+    engine.outbox.set_sink(drafting.cache.append)
+    drafting.spot.begin_rollout(step)
 
 
 @BEAT.in_phase(Phase.SAVING)
 def close_feature_cache(drafting: Drafting, stopped: bool) -> None:
     """Close the feature cache of the step: nothing is trained on it before the next rollout."""
-    drafting.spot.end()
+    drafting.spot.end_rollout()
     if stopped:
         drafting.cache.abandon_step()
         return

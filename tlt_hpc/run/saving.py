@@ -11,10 +11,10 @@ from typing import NamedTuple
 from tlt_hpc.checkpoint.manifest import FlatRange
 from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
 from tlt_hpc.cluster.stopping import Stop
-from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.cluster.watch.rank_progress import BEAT, Phase
 from tlt_hpc.models.drafter_file import write_drafter
-from tlt_hpc.models.piece import Piece, own_pieces, read_each_once
-from tlt_hpc.mpi.owner import agree_on_owner
+from tlt_hpc.models.piece import Piece, own_tensor_pieces, read_and_broadcast_each
+from tlt_hpc.mpi.owner import check_owner_all_ranks
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.run.job import Drafting, Job
@@ -29,19 +29,19 @@ def reserve_copy(job: Job) -> None:
     """Collective. Allocate the host memory for copies of this rank's state, before the first step."""
     pinned = job.engine.decoder.device.type == "cuda"
     drafter_bytes = sum(piece.num_bytes for _, piece in drafter_shard(job.drafting, job.world)) if job.drafting else 0
-    job.checkpoints.reserve(job.world, job.policy.num_shard_bytes + drafter_bytes, pinned)
+    job.checkpoints.reserve_copy_memory_all_ranks(job.world, job.policy.num_shard_bytes + drafter_bytes, pinned)
     if job.drafting and job.config.speculation.trains_drafter:
-        job.drafting.checkpoints.reserve(job.world, drafter_bytes, pinned)
+        job.drafting.checkpoints.reserve_copy_memory_all_ranks(job.world, drafter_bytes, pinned)
 
 
 def drafter_shard(drafting: Drafting, world: World) -> Iterator[tuple[str, Piece]]:
     """Yield this rank's share of the drafter's state, which is the same on all ranks after a merge."""
-    return own_pieces(drafting.spot.trained.live_state().items(), world.rank, world.size)
+    return own_tensor_pieces(drafting.spot.trained.live_state().items(), world.rank, world.size)
 
 
-def should_continue(world: World, checkpoints: CheckpointStore) -> bool:
+def agree_to_continue(world: World, checkpoints: CheckpointStore) -> bool:
     """Collective. Return False if a rank was asked to stop; also advances a checkpoint that is being written."""
-    reports, stop = world.allgather_with_stop_vote(checkpoints.report())
+    reports, stop = world.allgather_with_stop_vote(checkpoints.poll_save_state())
     checkpoints.end_save_if_all_done(reports)
     return not stop
 
@@ -63,7 +63,7 @@ def save_checkpoint(job: Job, step: int, saved: int) -> int:
 @BEAT.in_phase(Phase.SAVING)
 def begin_save(job: Job, step: int) -> None:
     """Collective. Copy what the next step needs, and begin to write it; nothing else may be being saved."""
-    agree_on_owner(job.world, job.folder.status, BEAT.start)
+    check_owner_all_ranks(job.world, job.folder.status, BEAT.start_name)
     shards: dict[str, Shard] = {"policy": job.policy.state_shard()}
     if job.drafting:
         shards["drafter"] = drafter_shard(job.drafting, job.world)
@@ -72,7 +72,7 @@ def begin_save(job: Job, step: int) -> None:
         "strategies": job.engine.chooser.acceptance.state(),
         "seed": job.config.run.seed,
     }
-    job.checkpoints.begin(step, job.world, shards, state)
+    job.checkpoints.start_save_all_ranks(step, job.world, shards, state)
 
 
 @BEAT.in_phase(Phase.SAVING)
@@ -84,7 +84,7 @@ def begin_drafter_save_if_due(job: Job, step: int) -> None:
     if job.drafting is None or not job.config.speculation.trains_drafter:
         return
     store = job.drafting.checkpoints
-    store.end_save_if_all_done(job.world.allgather(store.report()))
+    store.end_save_if_all_done(job.world.allgather(store.poll_save_state()))
     if store.is_saving:
         if job.world.rank == 0 and not job.drafting.warned:
             job.drafting.warned.append(step)
@@ -94,7 +94,7 @@ def begin_drafter_save_if_due(job: Job, step: int) -> None:
                 step, job.folder.drafter_checkpoints,
             )  # fmt: skip
         return
-    store.begin(
+    store.start_save_all_ranks(
         step,
         job.world,
         {"drafter": drafter_shard(job.drafting, job.world)},
@@ -122,14 +122,14 @@ def save_at_end(job: Job, saved: int, step: int) -> tuple[Stop, bool]:
     Raises:
         CheckpointError: on all ranks, where one could not write.
     """
-    waited = finish_saves(job)
+    waited = wait_for_all_saves(job)
     if saved == step or waited.stop is Stop.KILL or waited.is_late:
         return waited.stop, saved == step and waited.is_whole
     begin_save(job, step)
-    return finish_saves(job)[:2]
+    return wait_for_all_saves(job)[:2]
 
 
-def finish_saves(job: Job) -> Waited:
+def wait_for_all_saves(job: Job) -> Waited:
     """Collective. Wait for the saves of all stores, as ``wait_for_saves``."""
     return wait_for_saves(job.world, [job.checkpoints, *([job.drafting.checkpoints] if job.drafting else [])])
 
@@ -142,8 +142,8 @@ def wait_for_saves(world: World, stores: Sequence[CheckpointStore]) -> Waited:
         CheckpointError: on all ranks, where one could not write.
     """
     while True:
-        reports = [store.report() for store in stores]
-        with BEAT.asking():
+        reports = [store.poll_save_state() for store in stores]
+        with BEAT.in_save_polling():
             told, stop = world.allgather_with_stop_vote((reports, world.flag.is_late))
         for number, store in enumerate(stores):
             store.end_save_if_all_done([every[number] for every, _ in told])
@@ -153,7 +153,7 @@ def wait_for_saves(world: World, stores: Sequence[CheckpointStore]) -> Waited:
             return Waited(stop, True, late)
         if late:
             for store in under_way:
-                store.abandon()
+                store.abandon_save()
             if world.rank == 0:
                 logger.warning("no time is left to save: the next start repeats what was logged since the last save")
             return Waited(stop, False, late)
@@ -170,14 +170,14 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     Raises:
         CheckpointError: on all ranks, where there are checkpoints and none is good.
     """
-    checkpoint = job.world.once(job.checkpoints.open_newest)
+    checkpoint = job.world.run_first_and_broadcast(job.checkpoints.open_newest)
     saved = 0
     if checkpoint is not None:
         saved = checkpoint.step
-        job.world.say(f"loading the checkpoint of step {saved}")
+        job.world.print_once(f"loading the checkpoint of step {saved}")
         node = job.world.node_group
-        with checkpoint.reading("policy") as read:
-            whole, steps = partial(read_each_once, node, read=read), checkpoint.state["optimizer_steps"]
+        with checkpoint.open_tensor_reader("policy") as read:
+            whole, steps = partial(read_and_broadcast_each, node, read=read), checkpoint.state["optimizer_steps"]
             job.policy.load_state(whole, lambda name, *span: read(name, span=FlatRange(*span)), steps)
         if job.drafting:
             job.drafting.load(checkpoint, node)
@@ -186,7 +186,7 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     if job.drafting:
         job.load_engine_drafter()
     job.load_policy(step)
-    own = job.shard(StepDraws(job.config, job.prompts, step).requests())
+    own = job.own_replica_requests(StepDraws(job.config, job.prompts, step).first_requests())
     job.calibrate(job.engine, own[:: job.config.rollout.group_size])
     if newest is not None:
         job.engine.chooser.acceptance.load_state(newest.state["strategies"])
@@ -217,4 +217,4 @@ def write_final_drafter(folder: RunFolder, drafting: Drafting | None) -> None:
         WriteError: no room or no permission.
     """
     if drafting is not None:
-        write_drafter(folder.path / "drafter", drafting.spot.trained.state())
+        write_drafter(folder.path / "drafter", drafting.spot.trained.host_state_copy())

@@ -19,27 +19,27 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tlt_hpc.cluster.device import GIVEN as GIVEN_GPU
-from tlt_hpc.cluster.device import fix_workspaces
+from tlt_hpc.cluster.device import set_cublas_workspaces
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, Stream
-from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, ModelSection, RewardSection, RolloutSection, RunSection, UserError
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.folder import decoding_dtype, folder_weights, num_used_tokens
+from tlt_hpc.models.folder import decoding_dtype, num_used_tokens, read_folder_weights
 from tlt_hpc.models.sharding import WHOLE, Sharding
 from tlt_hpc.models.tokenizer import control_token_ids
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
-from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
+from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_replicas_per_node
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, ModelAssets, check_experts
-from tlt_hpc.rewards.scorer import Judge, process_judge
+from tlt_hpc.rewards.scorer import Judge, open_process_judge
 from tlt_hpc.rl.distributed import join_process_group, make_replica_all_reduce
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
-from tlt_hpc.rollout.strategy import strategies_of
+from tlt_hpc.rollout.strategy import parse_strategies
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Session:
     def tokenizer(self) -> Tokenizer:
         return self.assets.tokenizer
 
-    def settings(self, ahead: bool = False) -> EngineSettings:
+    def engine_settings(self, ahead: bool = False) -> EngineSettings:
         """The engine's settings in the job's rollouts; ``ahead``: with strategies for texts generated ahead."""
         rollout, speculation, assets = self.config.rollout, self.config.speculation, self.assets
         return EngineSettings(
@@ -85,7 +85,7 @@ class Session:
             kv_bytes=rollout.kv_bytes,
             page_size=rollout.page_size,
             prefill_tokens=rollout.prefill_tokens,
-            strategies=strategies_of(speculation.mode, speculation.strategies, ahead),
+            strategies=parse_strategies(speculation.mode, speculation.strategies, ahead),
             seed=self.world.rank,
             # with special tokens, whose text a stop string may be: those that end a chat's turn are such
             detokenize=partial(assets.tokenizer.decode, skip_special_tokens=False) if rollout.stop_strings else None,
@@ -105,9 +105,11 @@ class Session:
             ConfigError: the budget of pages holds no response of full length, or another setting that cannot work.
         """
         if isinstance(drafter, Eagle) and drafter.served_ids is None and isinstance(self.assets, Assets):
-            draft_among_frequent(drafter, self.config, self.assets, drawn_first(self.config.run, self.assets.prompts))
+            restrict_draft_vocabulary(
+                drafter, self.config, self.assets, read_first_prompts(self.config.run, self.assets.prompts)
+            )
         try:
-            agree = self.replica.agree if self.replica.size > 1 else None
+            agree = self.replica.broadcast_from_first_rank if self.replica.size > 1 else None
             engine = RolloutEngine(self.decoder, settings, drafter, agree, keeps, drafter_is_trained)
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -123,28 +125,28 @@ class Session:
             replace(request, key=replace(request.key, stream=Stream.CALIBRATION))
             for request in requests[:CALIBRATION_RESPONSES]
         ]
-        self.calibrate_on(engine, some)
+        self.calibrate_with_own_keys(engine, some)
 
-    def calibrate_on(self, engine: RolloutEngine, requests: Sequence[Request]) -> None:
+    def calibrate_with_own_keys(self, engine: RolloutEngine, requests: Sequence[Request]) -> None:
         """The same with the requests' own keys, for texts that are not generated again with these."""
         note = ""
         if engine.settings.tie_guard:
-            most = count(engine.settings.params.max_tokens, "token")
-            note = f" on {count(len(requests), 'response')} of at most {most}, which are discarded"
-        with self.world.saying("calibrating the rollout engine", note):
+            most = format_count(engine.settings.params.max_tokens, "token")
+            note = f" on {format_count(len(requests), 'response')} of at most {most}, which are discarded"
+        with self.world.printing_duration("calibrating the rollout engine", note):
             engine.calibrate(requests)
 
-    def keeps(self, key: SampleKey) -> bool:
+    def keeps_response(self, key: SampleKey) -> bool:
         """Return True if this rank keeps a response that its replica generates."""
-        return self.replica.keeps(unit_of(self.config.rollout, key))
+        return self.replica.trains_on_unit(sharding_unit_of(self.config.rollout, key))
 
-    def is_own(self, key: SampleKey) -> bool:
+    def owns_response(self, key: SampleKey) -> bool:
         """Return True if this rank scores, trains on and logs a response: its replica's, and its own among them."""
-        return self.replica.takes(unit_of(self.config.rollout, key)) and self.keeps(key)
+        return self.replica.generates_unit(sharding_unit_of(self.config.rollout, key)) and self.keeps_response(key)
 
     def replica_of(self, key: SampleKey) -> int:
         """The number of the replica that generates a response: replicas take whole groups, or samples of all groups."""
-        return unit_of(self.config.rollout, key) % self.replica.count
+        return sharding_unit_of(self.config.rollout, key) % self.replica.count
 
     def split_by_replica(self, requests: Sequence[Request]) -> list[list[Request]]:
         """All ranks' requests, as the replicas share them."""
@@ -153,7 +155,7 @@ class Session:
             shards[self.replica_of(request.key)].append(request)
         return shards
 
-    def shard(self, requests: Sequence[Request]) -> list[Request]:
+    def own_replica_requests(self, requests: Sequence[Request]) -> list[Request]:
         """Those of all ranks' requests that this rank's replica generates."""
         return self.split_by_replica(requests)[self.replica.number]
 
@@ -182,8 +184,8 @@ class Session:
         pulse, status = self.pulse, status or (lambda: engine_status(engine, self.world))
         self.replica.mark = lambda: engine.text_mark
         engine.submit(requests)
-        pulse.begin(epoch)
-        while not (roster := pulse.poll(status())).over:
+        pulse.begin_rollout(epoch)
+        while not (roster := pulse.poll(status())).is_over:
             if engine.has_work:
                 decode_one_round(engine, pulse)
                 if on_round:
@@ -206,8 +208,8 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
     Raises:
         ConfigError: a replica would span several nodes, or this rank has no usable device.
     """
-    world.say("building the decoder", f"; {assets.exclusion}" if assets.exclusion else "")
-    check_nodes(world.allgather(world.hostname), config.rollout.tensor_parallel)
+    world.print_once("building the decoder", f"; {assets.excluded_tokens_text}" if assets.excluded_tokens_text else "")
+    check_replicas_per_node(world.allgather(world.hostname), config.rollout.tensor_parallel)
     replica = Replica(world, config.rollout.tensor_parallel)
     device = choose_device(config.model, world)
     kinds = world.allgather(device.type)
@@ -221,7 +223,7 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
     invariant = config.model.batch_invariant and dtype == torch.bfloat16
     sharding = make_sharding(replica, world, device, invariant)
     decoder = Decoder(assets.shape, dtype, device, sharding, invariant, assets.excluded_token_ids)
-    comm = world.private_comm()
+    comm = world.duplicate_comm()
     pulse = ReplicaPulse(comm, replica) if replica.size > 1 else Pulse(comm, BUSY_SECONDS)
     parts = ExitStack()
     parts.callback(pulse.close)
@@ -229,7 +231,7 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
 
 
 @contextmanager
-def closed_on_error(session: Session) -> Iterator[None]:
+def close_session_on_error(session: Session) -> Iterator[None]:
     """Close a session if what is built on it within fails."""
     with ExitStack() as undo:
         undo.callback(session.close)
@@ -237,10 +239,10 @@ def closed_on_error(session: Session) -> Iterator[None]:
         undo.pop_all()
 
 
-def load_folder(session: Session) -> None:
+def load_model_weights(session: Session) -> None:
     """Collective over the node. Load the weights of the job's model folder into the decoder."""
-    weights = folder_weights(session.assets.folder, session.decoder.weight_cuts(), session.world.node_group)
-    session.decoder.load(weights, 0, are_cut=True)
+    weights = read_folder_weights(session.assets.folder, session.decoder.weight_cuts(), session.world.node_group)
+    session.decoder.load_weights(weights, 0, are_cut=True)
 
 
 def engine_status(engine: RolloutEngine, world: World) -> Status:
@@ -249,7 +251,7 @@ def engine_status(engine: RolloutEngine, world: World) -> Status:
     return Status(state, engine.num_unfinished, engine.num_tokens, 0, world.stop_requested)
 
 
-def text_of(tokenizer: Tokenizer, tokens: NDArray[np.int32]) -> str:
+def decode_response_text(tokenizer: Tokenizer, tokens: NDArray[np.int32]) -> str:
     """A response as it is judged: without control tokens, with tags such as ``<think>``, special tokens or not."""
     control = control_token_ids(tokenizer)
     return str(tokenizer.decode([id_ for id_ in tokens.tolist() if id_ not in control], skip_special_tokens=False))
@@ -257,7 +259,7 @@ def text_of(tokenizer: Tokenizer, tokens: NDArray[np.int32]) -> str:
 
 def decode_one_round(engine: RolloutEngine, pulse: Pulse) -> None:
     """One round of decoding; a prefill may take long, and the others' rounds continue meanwhile."""
-    if not engine.has_waiting:
+    if not engine.may_prefill:
         engine.step()
         return
     with pulse.progressing():
@@ -270,7 +272,7 @@ def open_judge(reward: RewardSection, world: World) -> Judge:
     Raises:
         ConfigError: on all ranks, where a rank's server cannot judge what it is asked to.
     """
-    bench = process_judge(reward)
+    bench = open_process_judge(reward)
     client = bench.client
     if client is None:
         return bench
@@ -283,7 +285,7 @@ def open_judge(reward: RewardSection, world: World) -> Judge:
 
     world.run_on_all_ranks(wait_until_ready)
     if client.sandbox:
-        world.say(f"programs of responses run in a sandbox (by {client.sandbox})")
+        world.print_once(f"programs of responses run in a sandbox (by {client.sandbox})")
     return bench
 
 
@@ -292,7 +294,7 @@ def choose_device(model: ModelSection, world: World) -> torch.device:
 
     Raises:
         ConfigError: ``cuda`` is asked for, or the launcher has given this rank a GPU, and torch sees none.
-        UserError: of ``fix_workspaces``.
+        UserError: of ``set_cublas_workspaces``.
     """
     available = torch.cuda.is_available()
     wanted = model.device == "cuda" or (model.device == "auto" and GIVEN_GPU in os.environ)
@@ -303,7 +305,7 @@ def choose_device(model: ModelSection, world: World) -> torch.device:
         )
     if model.device == "cpu" or not available:
         return torch.device("cpu")
-    fix_workspaces(os.environ)
+    set_cublas_workspaces(os.environ)
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     logger.info("rank %d on %s uses %s", world.rank, world.hostname, device)
@@ -328,14 +330,14 @@ def make_sharding(replica: Replica, world: World, device: torch.device, in_order
     return Sharding(replica.index, replica.size, make_replica_all_reduce(world, replica.size, in_order))
 
 
-def unit_of(rollout: RolloutSection, key: SampleKey) -> int:
+def sharding_unit_of(rollout: RolloutSection, key: SampleKey) -> int:
     """The number by which a response is sharded over replicas and ranks: its group's, or its own among all samples."""
     return key.draw if rollout.shard == "group" else key.draw * rollout.group_size + key.sample
 
 
-def drawn_first(run: RunSection, source: PromptSource) -> list[Prompt]:
+def read_first_prompts(run: RunSection, source: PromptSource) -> list[Prompt]:
     """Collective over the node. Return the prompts of a run's first steps."""
-    return [prompt for step in range(min(run.num_steps, _COUNTED_STEPS)) for prompt in source.batch(step)]
+    return [prompt for step in range(min(run.num_steps, _COUNTED_STEPS)) for prompt in source.read_step_prompts(step)]
 
 
 def choose_vocabulary(config: Config, assets: ModelAssets, prompts: Sequence[Prompt]) -> torch.Tensor:
@@ -353,7 +355,7 @@ def choose_vocabulary(config: Config, assets: ModelAssets, prompts: Sequence[Pro
     return torch.from_numpy(most_frequent_tokens(counted, config.drafter.vocabulary, always))
 
 
-def draft_among_frequent(drafter: Eagle, config: Config, assets: ModelAssets, prompts: Sequence[Prompt]) -> None:
+def restrict_draft_vocabulary(drafter: Eagle, config: Config, assets: ModelAssets, prompts: Sequence[Prompt]) -> None:
     """Let a drafter without a head of its own read a part of a wide one: the rows of the most frequent tokens."""
     if num_used_tokens(assets.tokenizer, assets.shape) > config.drafter.vocabulary:
         drafter.set_draft_vocabulary(choose_vocabulary(config, assets, prompts))

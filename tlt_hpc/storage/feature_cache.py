@@ -75,7 +75,7 @@ class FeatureCache:
             if other not in (step - 1, step):  # another rank may have made this step's folder and no file in it yet
                 self._folder.remove_cache_step(other)
 
-    def look_back(self, step: int) -> bool:
+    def set_previous_step(self, step: int) -> bool:
         """Make a completed step the one that ``previous_step_files`` lists; False if none of its files is visible."""
         assert self._writer is None, "the step before has ended"
         self._step = step + 1
@@ -93,7 +93,7 @@ class FeatureCache:
         if self._writer is not None:
             writer, self._writer = self._writer, None
             writer.close(durable)
-            self._report(writer)
+            self._warn_about_file(writer)
 
     def abandon_step(self) -> None:
         """Drop the open file, if there is one, unpublished (the run stops inside a rollout, or fails)."""
@@ -145,11 +145,11 @@ class FeatureCache:
         except FileNotFoundError:  # its owner dropped it between the listing and now
             return None
         except DamagedFile as error:
-            self._refuse(path, str(error))
+            self._mark_unusable(path, str(error))
             return None
         if reader.shape != self._shape:
             reader.close()
-            self._refuse(path, f"{path}: features [layer, hidden] = {reader.shape}, this run has {self._shape}")
+            self._mark_unusable(path, f"{path}: features [layer, hidden] = {reader.shape}, this run has {self._shape}")
             return None
         return reader
 
@@ -162,11 +162,11 @@ class FeatureCache:
     def _owns(self, path: Path) -> bool:
         return rank_of(path) % self._num_ranks == self._rank
 
-    def _refuse(self, path: Path, reason: str) -> None:
+    def _mark_unusable(self, path: Path, reason: str) -> None:
         _log.warning("%s; it is not used", reason)
         self._unusable.add(path)
 
-    def _report(self, writer: FeatureCacheWriter) -> None:
+    def _warn_about_file(self, writer: FeatureCacheWriter) -> None:
         """Warn, once in a run, of what a step's file lacks and of the time that it took."""
         troubles = []
         if writer.kept.num_evicted:

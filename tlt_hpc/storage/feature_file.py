@@ -103,9 +103,9 @@ class FeatureCacheReader:
         assert 0 <= index < len(self)
         number = int(self._prompt_of[index])
         with self._file.raising_damaged_file():
-            prompt = Span(_part(self._tokens[0], self._prompt_ends, number), self._rows_of(number))
-            rows = self._rows_of(len(self._prompt_ends) - 1 + index)
-            response = Span(_part(self._tokens[1], self._response_ends, index), rows)
+            prompt = Span(_slice_by_ends(self._tokens[0], self._prompt_ends, number), self._feature_rows(number))
+            rows = self._feature_rows(len(self._prompt_ends) - 1 + index)
+            response = Span(_slice_by_ends(self._tokens[1], self._response_ends, index), rows)
             return read_document(self._features, prompt, response, self.weight_version, start, count)
 
     def close(self) -> None:
@@ -116,9 +116,9 @@ class FeatureCacheReader:
     def _tokens(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         return self._file.read_array("prompt_tokens"), self._file.read_array("response_tokens")
 
-    def _rows_of(self, which: int) -> NDArray[np.int64]:
+    def _feature_rows(self, which: int) -> NDArray[np.int64]:
         """The rows of a prompt, or of response ``which`` - G."""
-        pairs = _part(self._extents, self._extent_ends, which)
+        pairs = _slice_by_ends(self._extents, self._extent_ends, which)
         return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, first + count) for first, count in pairs)])
 
     def _load_tables(self) -> None:
@@ -131,7 +131,7 @@ class FeatureCacheReader:
         )
         self._prompt_of: NDArray[np.int64] = file.read_array("prompt_of")
         self._extents: NDArray[np.int64] = file.read_array("extents")
-        self._features = file.dataset("features")
+        self._features = file.open_dataset("features")
 
     def _check_tables(self) -> None:
         """Compare the tables with each other and with the arrays they point into."""
@@ -174,15 +174,15 @@ def _read_rows(dataset: hdf5.Dataset, span: Span, first: int, out: NDArray[np.ui
         out[:] = held[first : first + len(out)]
         return
     rows = span.rows[first : first + len(out)]
-    for run in runs_of(rows):
+    for run in contiguous_slices(rows):
         dataset.read_direct(out[run], np.s_[rows[run.start] : rows[run.stop - 1] + 1])
 
 
-def runs_of(rows: NDArray[np.int64]) -> Iterator[slice]:
+def contiguous_slices(rows: NDArray[np.int64]) -> Iterator[slice]:
     """Slices of ``rows`` [n] in which each number is the last one's successor."""
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
     yield from (slice(start, end) for start, end in pairwise([0, *breaks.tolist(), len(rows)]) if start < end)
 
 
-def _part(array: NDArray[Any], ends: NDArray[np.int64], index: int) -> NDArray[Any]:
+def _slice_by_ends(array: NDArray[Any], ends: NDArray[np.int64], index: int) -> NDArray[Any]:
     return array[ends[index] : ends[index + 1]]

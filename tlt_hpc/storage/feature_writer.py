@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.common.words import FIRST_STEP
+from tlt_hpc.common.formatting import FIRST_STEP
 from tlt_hpc.storage import hdf5
-from tlt_hpc.storage.feature_file import KIND, Document, Span, read_document, runs_of
-from tlt_hpc.storage.folder import make_folder, part_of, publish
+from tlt_hpc.storage.feature_file import KIND, Document, Span, contiguous_slices, read_document
+from tlt_hpc.storage.folder import make_folder, part_path, publish_part
 
 BLOCK_BYTES = 4 * 2**20
 """Bytes handed to the writing thread at a time: enough that its calls cost nothing, and ``close`` is short."""
@@ -64,7 +64,7 @@ class RowSpace:
         self.high_water = 0
         self._holes = np.zeros(0, np.int64)
 
-    def take(self, count: int) -> NDArray[np.int64]:
+    def allocate_rows(self, count: int) -> NDArray[np.int64]:
         """The numbers of so many rows, the lowest free ones, in ascending order."""
         assert 0 <= count <= self.num_free
         self.num_free -= count
@@ -72,7 +72,7 @@ class RowSpace:
         start, self.high_water = self.high_water, self.high_water + count - len(reused)
         return np.concatenate([reused, np.arange(start, self.high_water)])
 
-    def give_back(self, rows: NDArray[np.int64]) -> None:
+    def free_rows(self, rows: NDArray[np.int64]) -> None:
         """Free rows that were taken."""
         self.num_free += len(rows)
         self._holes = np.sort(np.concatenate([self._holes, rows]))
@@ -113,9 +113,11 @@ class Retention:
             return []
         added: list[Span] = []
         if prompt is None:
-            prompt = self._prompts[key] = Span(tokens[:prompt_length], self.space.take(split), features[:split])
+            prompt = self._prompts[key] = Span(
+                tokens[:prompt_length], self.space.allocate_rows(split), features[:split]
+            )
             added.append(prompt)
-        rows = self.space.take(len(features) - split)
+        rows = self.space.allocate_rows(len(features) - split)
         self.responses.append(StoredResponse(tokens[prompt_length:], rows, features[split:], prompt=prompt))
         return [*added, self.responses[-1]]
 
@@ -145,7 +147,7 @@ class Retention:
         self._prompts = {key: prompt for key, prompt in self._prompts.items() if prompt not in victims}
         for span in victims:
             span.is_kept, span.features = False, None
-            self.space.give_back(span.rows)
+            self.space.free_rows(span.rows)
         return True
 
 
@@ -165,13 +167,13 @@ class WriteBehind:
         """Bytes handed over and not known to be written."""
         self.waited_seconds = 0.0
 
-    def put(self, write: Callable[[], None], num_bytes: int) -> None:
+    def submit_write(self, write: Callable[[], None], num_bytes: int) -> None:
         """Hand over a write of so many bytes.
 
         Raises:
             whatever an earlier write raised: the first failure, at every call after it.
         """
-        self.check()
+        self.raise_write_error()
         began = time.perf_counter()
         while self._under_way and self.num_bytes + num_bytes > QUEUE_BYTES:
             self._take_first()
@@ -179,7 +181,7 @@ class WriteBehind:
         self._under_way.append((self._thread.submit(write), num_bytes))
         self.num_bytes += num_bytes
 
-    def check(self) -> None:
+    def raise_write_error(self) -> None:
         """Raises whatever a write raised."""
         while self._under_way and self._under_way[0][0].done():
             self._take_first()
@@ -221,12 +223,12 @@ class FeatureCacheWriter:
         self._pending: list[Span] = []
         self._num_pending_bytes = 0
         make_folder(path.parent)
-        self._file = hdf5.NewFile(part_of(path), KIND)
+        self._file = hdf5.NewFile(part_path(path), KIND)
         attributes = {"step": step + FIRST_STEP, "weight_version": weight_version, "num_layers": num_layers}
         hdf5.put_attributes(self._file.root, {**attributes, "hidden_size": hidden_size, "compression": "none"})
         # a chunk takes its space whole: a file of few bytes has small ones
         chunk_rows = max(1, capacity // 32)
-        self._features = hdf5.growing_array(self._file.root, "features", np.dtype(np.uint16), row, chunk_rows)
+        self._features = hdf5.create_growing_array(self._file.root, "features", np.dtype(np.uint16), row, chunk_rows)
         hdf5.put_attributes(self._features, {"dtype": hdf5.BFLOAT16})
         self._thread = WriteBehind()
 
@@ -251,14 +253,14 @@ class FeatureCacheWriter:
         assert tokens.dtype == np.int32 and features.dtype == np.uint16
         assert features.shape == (len(tokens) - 1 - first, *self._features.shape[1:]), "[T - 1 - first, layer, hidden]"
         assert 1 <= prompt_length < len(tokens) and first in (0, prompt_length - 1)
-        self._thread.check()
+        self._thread.raise_write_error()
         self.num_appended += 1
         for span in self.kept.store_response(tokens, prompt_length, features, first):
             assert span.features is not None
             self._pending.append(span)
             self._num_pending_bytes += span.features.nbytes
         if self._num_pending_bytes >= BLOCK_BYTES:
-            self._hand_over()
+            self._submit_pending()
 
     def read(self, response: StoredResponse, start: int = 0, count: int | None = None) -> Document:
         """A kept response with its prompt, whether in the file or still in memory; as ``FeatureCacheReader.read``.
@@ -266,7 +268,7 @@ class FeatureCacheWriter:
         Raises:
             WriteError: a write did not reach the disk.
         """
-        self._thread.check()
+        self._thread.raise_write_error()
         return read_document(self._features, response.prompt, response, self.weight_version, start, count)
 
     def flush(self) -> None:
@@ -275,7 +277,7 @@ class FeatureCacheWriter:
         Raises:
             WriteError: the disk refused; the file can only be abandoned.
         """
-        self._hand_over()
+        self._submit_pending()
         self._thread.drain()
 
     def close(self, durable: bool = False) -> None:
@@ -291,7 +293,7 @@ class FeatureCacheWriter:
             self.flush()
             self._put_tables()
             self._file.commit(len(self.kept.responses))
-            publish(self.path, durable)
+            publish_part(self.path, durable)
         finally:
             self.abandon()
 
@@ -300,14 +302,14 @@ class FeatureCacheWriter:
         self.is_open = False
         self._thread.close()
         self._file.close()
-        part_of(self.path).unlink(missing_ok=True)
+        part_path(self.path).unlink(missing_ok=True)
 
-    def _hand_over(self) -> None:
+    def _submit_pending(self) -> None:
         if self._pending:
-            self._thread.put(partial(self._write, self._pending), self._num_pending_bytes)
+            self._thread.submit_write(partial(self._write_spans, self._pending), self._num_pending_bytes)
             self._pending, self._num_pending_bytes = [], 0
 
-    def _write(self, spans: Sequence[Span]) -> None:
+    def _write_spans(self, spans: Sequence[Span]) -> None:
         """Put spans into the file, except those that were evicted: others may have their rows, and come later.
 
         Called on the thread.
@@ -319,10 +321,10 @@ class FeatureCacheWriter:
             blocks.append((np.concatenate([rows for rows, _ in small]), np.concatenate([part for _, part in small])))
         for rows, features in blocks:
             most = max(1, PIECE_BYTES // max(1, features[:1].nbytes))
-            for run in runs_of(rows):
+            for run in contiguous_slices(rows):
                 for start in range(run.start, run.stop, most):
                     hdf5.write_rows(self._features, int(rows[start]), features[start : min(start + most, run.stop)])
-        self._file.check()
+        self._file.check_writes()
         for span, _ in held:
             span.features = None
 
@@ -330,7 +332,7 @@ class FeatureCacheWriter:
         prompts, responses = self.kept.prompts, self.kept.responses
         number = {prompt: index for index, prompt in enumerate(prompts)}
         extents = [
-            [(int(span.rows[run.start]), run.stop - run.start) for run in runs_of(span.rows)]
+            [(int(span.rows[run.start]), run.stop - run.start) for run in contiguous_slices(span.rows)]
             for span in (*prompts, *responses)
         ]
         tables: dict[str, NDArray[np.int32] | NDArray[np.int64]] = {

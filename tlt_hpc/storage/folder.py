@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import adding_path_to_errors, read_text
-from tlt_hpc.common.words import FIRST_STEP
+from tlt_hpc.common.formatting import FIRST_STEP
 
 PART_SUFFIX = ".part"
 _STEP_NAME = re.compile(r"step-([0-9]{6,9})")
@@ -67,19 +67,19 @@ class RunFolder:
         """True if a drafter is, or was, warmed up here; features may be deleted afterwards."""
         return self.training.is_dir() or self.features.is_dir()
 
-    def kept_part(self, step: int, rank: int, number: int) -> Path:
+    def kept_responses_path(self, step: int, rank: int, number: int) -> Path:
         """The file of a rank's finished responses of a step in progress, saved for the ``number``-th time."""
         return _folder_of(self.kept, step) / f"rank-{rank:04d}-{number:06d}.h5"
 
-    def next_kept_part(self, step: int, rank: int) -> Path:
-        """The rank's first file of ``kept_part`` that does not exist yet."""
-        numbers = [path.stem.rpartition("-")[2] for path in self.kept_parts(step) if rank_of(path) == rank]
-        return self.kept_part(
+    def next_kept_responses_path(self, step: int, rank: int) -> Path:
+        """The rank's first file of ``kept_responses_path`` that does not exist yet."""
+        numbers = [path.stem.rpartition("-")[2] for path in self.kept_responses_paths(step) if rank_of(path) == rank]
+        return self.kept_responses_path(
             step, rank, max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
         )
 
-    def kept_parts(self, step: int) -> list[Path]:
-        """All ranks' files of ``kept_part`` that exist, in order."""
+    def kept_responses_paths(self, step: int) -> list[Path]:
+        """All ranks' files of ``kept_responses_path`` that exist, in order."""
         return sorted(_folder_of(self.kept, step).glob("rank-*-[0-9]*.h5"))
 
     def make_missing_folders(self) -> None:
@@ -101,11 +101,11 @@ class RunFolder:
 
     def rollout_steps(self) -> list[int]:
         """Steps that have a folder in the rollout log, ascending."""
-        return _steps(self.rollouts)
+        return _list_steps(self.rollouts)
 
     def cache_steps(self) -> list[int]:
         """Steps that have a folder in the feature cache, ascending; none where that is no folder."""
-        return _steps(self.cache) if self.cache.is_dir() else []
+        return _list_steps(self.cache) if self.cache.is_dir() else []
 
     def rollout_logs(self, step: int) -> list[Path]:
         """Closed files of a step, ordered by rank."""
@@ -149,12 +149,12 @@ def rank_of(path: Path) -> int:
     return int(re.split(r"[-.]", path.name)[1])
 
 
-def part_of(path: Path) -> Path:
+def part_path(path: Path) -> Path:
     """The path at which a file is written until it is whole."""
     return path.with_name(path.name + PART_SUFFIX)
 
 
-def publish(path: Path, durable: bool = True) -> None:
+def publish_part(path: Path, durable: bool = True) -> None:
     """Rename ``path``'s finished part to ``path``, replacing what was there.
 
     ``durable`` makes it survive a power failure too; a rename alone already survives the death of the process.
@@ -164,10 +164,10 @@ def publish(path: Path, durable: bool = True) -> None:
     """
     is_changed = False
     try:
-        apply_umask(part_of(path))
+        apply_umask(part_path(path))
         if durable:
-            sync(part_of(path))
-        part_of(path).replace(path)
+            sync(part_path(path))
+        part_path(path).replace(path)
         is_changed = True
         if durable:
             sync(path.parent)
@@ -176,17 +176,17 @@ def publish(path: Path, durable: bool = True) -> None:
 
 
 @contextmanager
-def writing_beside(path: Path, durable: bool = True) -> Iterator[Path]:
+def atomic_write(path: Path, durable: bool = True) -> Iterator[Path]:
     """Yield the part to write; publish it on success, ``durable`` or not, and remove it on any error.
 
     Raises:
         WriteError: the disk refused, in the body or at the rename.
     """
     make_folder(path.parent)
-    part = part_of(path)
+    part = part_path(path)
     try:
         yield part
-        publish(path, durable)
+        publish_part(path, durable)
     except BaseException as error:
         with suppress(OSError):  # that would hide the first one
             part.unlink(missing_ok=True)
@@ -215,12 +215,12 @@ def make_folder(folder: Path) -> None:
         WriteError: no room or no permission.
     """
     try:
-        make_synced(folder)
+        make_synced_folder(folder)
     except OSError as error:
         raise WriteError(folder, error) from error
 
 
-def make_synced(folder: Path) -> None:
+def make_synced_folder(folder: Path) -> None:
     """Make a folder and its parents, and have them reach the disk.
 
     Raises:
@@ -264,7 +264,7 @@ def wait_for_listed_files(folder: Path, names: Set[str]) -> Set[str]:
     It is listed, not asked for the names: a client keeps for a while that a name was not there.
     """
     end = time.monotonic() + NFS_SECONDS
-    while hidden := names - set(_names(folder) if folder.is_dir() else []):
+    while hidden := names - set(_list_names(folder) if folder.is_dir() else []):
         if time.monotonic() >= end:
             break
         time.sleep(0.1)
@@ -275,17 +275,17 @@ def _folder_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step + FIRST_STEP:06d}"
 
 
-def _steps(folder: Path) -> list[int]:
-    return sorted(int(found[1]) - FIRST_STEP for name in _names(folder) if (found := _STEP_NAME.fullmatch(name)))
+def _list_steps(folder: Path) -> list[int]:
+    return sorted(int(found[1]) - FIRST_STEP for name in _list_names(folder) if (found := _STEP_NAME.fullmatch(name)))
 
 
 def _closed_files(folder: Path, step: int) -> list[Path]:
     place = _folder_of(folder, step)
-    names = sorted(_names(place), key=lambda name: (len(name), name))
+    names = sorted(_list_names(place), key=lambda name: (len(name), name))
     return [place / name for name in names if _RANK_NAME.fullmatch(name)]
 
 
-def _names(folder: Path) -> list[str]:
+def _list_names(folder: Path) -> list[str]:
     """The names in a folder, none where there is no folder; ``glob`` would return none where it may not be read, too.
 
     Raises:
@@ -301,7 +301,7 @@ _RUN_MARKS = ("config.toml", "metrics.jsonl", "rollouts")
 _MAX_RUNS = 4
 
 
-def no_run(path: Path, lacks: str = "rollouts/ and no metrics.jsonl") -> str:
+def no_run_message(path: Path, lacks: str = "rollouts/ and no metrics.jsonl") -> str:
     """A message: why a path is not the folder of a run, and which runs are in it or beside it."""
     if path.is_file():
         return f"{path} is a file; give a run's folder, with its rollouts/ and metrics.jsonl"

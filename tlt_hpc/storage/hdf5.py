@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.files import open_regular, os_error_text
-from tlt_hpc.storage.folder import WriteError, writing_beside
+from tlt_hpc.storage.folder import WriteError, atomic_write
 
 # HDF5 reads it once, at import. Where h5py was imported before us this comes too late and does no harm: our files go
 # through Python file objects, which HDF5 does not lock whatever the setting.
@@ -76,7 +76,7 @@ class NewFile:
         self.root = File(self._bytes, "w", libver=FORMAT, rdcc_nbytes=CHUNK_CACHE_BYTES)
         put_attributes(self.root, {"kind": kind.name, "schema": kind.schema})
 
-    def check(self) -> None:
+    def check_writes(self) -> None:
         """Raises ``WriteError`` where any write so far did not reach the disk."""
         if self._bytes.error is not None:
             raise WriteError(self._path, self._bytes.error) from self._bytes.error
@@ -90,7 +90,7 @@ class NewFile:
         self.root.flush()
         self.root.attrs["committed"] = count
         self.close()
-        self.check()
+        self.check_writes()
 
     def close(self) -> None:
         """Close without committing; no reader will accept the file."""
@@ -99,7 +99,7 @@ class NewFile:
 
 
 @contextmanager
-def replacing(path: Path, kind: FileKind, count: int, durable: bool = False) -> Iterator[Group]:
+def replacing_file(path: Path, kind: FileKind, count: int, durable: bool = False) -> Iterator[Group]:
     """A new file's root to put a whole record into: written beside, committed with ``count``, renamed to ``path``.
 
     Args:
@@ -108,7 +108,7 @@ def replacing(path: Path, kind: FileKind, count: int, durable: bool = False) -> 
     Raises:
         WriteError: the disk refused; ``path`` is unchanged.
     """
-    with writing_beside(path, durable) as part:
+    with atomic_write(path, durable) as part:
         file = NewFile(part, kind)
         try:
             yield file.root
@@ -158,7 +158,7 @@ class CommittedFile:
             dataset.read(h5s.ALL, h5s.ALL, array)
         return array
 
-    def dataset(self, name: str) -> Dataset:
+    def open_dataset(self, name: str) -> Dataset:
         """An array that is read in parts; raises as ``read_array``."""
         return Dataset(self._open_array(name))
 
@@ -176,11 +176,11 @@ class CommittedFile:
         Raises:
             KeyError, OSError, TypeError: it is missing, damaged, or no number.
         """
-        return float(self._attribute(name))
+        return float(self._read_attribute_at(name))
 
     def read_text(self, name: str) -> str:
         """An attribute that is a text; raises as ``read_number``."""
-        return bytes(self._attribute(name)).decode()
+        return bytes(self._read_attribute_at(name)).decode()
 
     def read_numbers(self, place: str) -> dict[str, float]:
         """All attributes of a group; raises as ``read_number``."""
@@ -247,7 +247,7 @@ class CommittedFile:
             raise ValueError(f"{own} is a link, not data")
         return h5o.open(group, key)
 
-    def _attribute(self, name: str) -> Any:
+    def _read_attribute_at(self, name: str) -> Any:
         place, _, own = name.rpartition("/")
         return _read_attribute(h5a.open(self._group(place), own.encode()))
 
@@ -270,24 +270,24 @@ class _RememberingFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        with self._remembering():
+        with self._remember_error():
             num_written = 0 if self.error is None else len(view)
             while num_written < len(view):  # an unbuffered write may be short
                 num_written += self._file.write(view[num_written:]) or 0
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
-        with self._remembering():
+        with self._remember_error():
             self._file.truncate(size)
         return self.tell() if size is None else size
 
     def close(self) -> None:
-        with self._remembering():  # a network file system may report a full disk only now
+        with self._remember_error():  # a network file system may report a full disk only now
             self._file.close()
         super().close()
 
     @contextmanager
-    def _remembering(self) -> Iterator[None]:
+    def _remember_error(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -310,7 +310,9 @@ def put_array(group: Group, name: str, array: NDArray[Any], compression: str | N
     group.create_dataset(name, data=array, chunks=chunks, compression=compression, fletcher32=True)
 
 
-def growing_array(group: Group, name: str, dtype: np.dtype[Any], row: tuple[int, ...], max_chunk_rows: int) -> Dataset:
+def create_growing_array(
+    group: Group, name: str, dtype: np.dtype[Any], row: tuple[int, ...], max_chunk_rows: int
+) -> Dataset:
     """An empty array [0, *row] that grows along its first axis, with a checksum per chunk."""
     rows = min(chunk_rows(dtype, row), max_chunk_rows)
     shape = {"shape": (0, *row), "maxshape": (None, *row), "chunks": (rows, *row)}

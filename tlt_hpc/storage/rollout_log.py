@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.common.formatting import FIRST_STEP
 from tlt_hpc.common.records import (
     NO_SPANS,
     EngineSpans,
@@ -46,8 +47,7 @@ from tlt_hpc.common.records import (
     RolloutTiming,
     SampleKey,
 )
-from tlt_hpc.common.words import FIRST_STEP
-from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, Group, put_array, put_attributes, replacing
+from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, Group, put_array, put_attributes, replacing_file
 
 KEY_COLUMNS = ("seed", "stream", "step", "draw", "sample")
 _SCALARS = {"finish_reason": "i1", "weight_version": "i8", "num_target_passes": "i8", "finished_seconds": "f8"}
@@ -65,7 +65,7 @@ def key_columns(keys: Sequence[SampleKey]) -> dict[str, NDArray[Any]]:
     return {name: np.array([vars(key)[name] for key in keys], np.int64) for name in KEY_COLUMNS}
 
 
-def flat(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def flatten_arrays(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Arrays one after another, and where each one ends [N]."""
     joined = np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="equiv")
     return joined, np.cumsum([len(array) for array in arrays], dtype=np.int64)
@@ -77,7 +77,7 @@ def rollout_columns(rollouts: Sequence[Rollout]) -> dict[str, NDArray[Any]]:
     columns["step"] += FIRST_STEP
     columns |= {name: np.array([vars(r)[name] for r in rollouts], kind) for name, kind in _SCALARS.items()}
     for name, (ends, kind) in _FLAT.items():
-        columns[name], columns[ends] = flat([vars(rollout)[name] for rollout in rollouts], kind)
+        columns[name], columns[ends] = flatten_arrays([vars(rollout)[name] for rollout in rollouts], kind)
     return columns
 
 
@@ -197,7 +197,7 @@ def write_step(path: Path, record: StepRecord) -> None:
         WriteError: the disk refused; ``path`` is unchanged.
     """
     _assert_consistent(record)
-    with replacing(path, KIND, len(record.rollouts), durable=True) as root:  # the step's line is, too
+    with replacing_file(path, KIND, len(record.rollouts), durable=True) as root:  # the step's line is, too
         _put_record(root, record)
 
 
@@ -298,19 +298,19 @@ def _as_bytes(names: Sequence[str]) -> NDArray[np.bytes_]:
 KEPT_KIND = FileKind("kept responses", schema=2, remedy="they are generated again")
 
 
-def write_kept(path: Path, origin: str, rollouts: Sequence[Rollout], durable: bool) -> None:
+def write_kept_responses(path: Path, origin: str, rollouts: Sequence[Rollout], durable: bool) -> None:
     """Write finished responses: beside, closed, renamed; ``durable``: so that they outlive the machine as well.
 
     Raises:
         WriteError: the disk refused; ``path`` is unchanged.
     """
-    with replacing(path, KEPT_KIND, len(rollouts), durable) as root:
+    with replacing_file(path, KEPT_KIND, len(rollouts), durable) as root:
         put_attributes(root, {"origin": origin})
         put_arrays(root.create_group("rollouts"), rollout_columns(rollouts))
 
 
-def read_kept(path: Path) -> tuple[str, tuple[Rollout, ...]]:
-    """Origin and responses, as ``write_kept`` was given them.
+def read_kept_responses(path: Path) -> tuple[str, tuple[Rollout, ...]]:
+    """Origin and responses, as ``write_kept_responses`` was given them.
 
     Raises:
         DamagedFile: truncated, corrupted, half-written, or of another schema.
@@ -354,7 +354,7 @@ def write_responses(path: Path, responses: Sequence[JudgedResponse]) -> None:
         WriteError: the disk refused; ``path`` is unchanged.
     """
     ordered = sorted(responses, key=lambda response: response.key)
-    with replacing(path, EVALUATION_KIND, len(ordered)) as root:
+    with replacing_file(path, EVALUATION_KIND, len(ordered)) as root:
         put_arrays(root.create_group("responses"), _judged_columns(ordered))
 
 
@@ -385,7 +385,7 @@ def read_responses(path: Path) -> list[JudgedResponse]:
 
 
 def _judged_columns(responses: Sequence[JudgedResponse]) -> dict[str, NDArray[Any]]:
-    tokens, ends = flat([response.tokens for response in responses], np.int32)
+    tokens, ends = flatten_arrays([response.tokens for response in responses], np.int32)
     return key_columns([response.key for response in responses]) | {
         "finish_reason": np.array([r.finish_reason for r in responses], np.int8),
         "num_target_passes": np.array([r.num_target_passes for r in responses], np.int64),

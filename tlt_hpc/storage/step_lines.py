@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import LINES_BYTES, DamagedText, os_error_text, parse_object, read_bytes
-from tlt_hpc.common.words import FIRST_STEP
-from tlt_hpc.storage.folder import sync, writing_beside
+from tlt_hpc.common.files import LINES_BYTES, DamagedText, os_error_text, parse_json_object, read_bytes
+from tlt_hpc.common.formatting import FIRST_STEP
+from tlt_hpc.storage.folder import atomic_write, sync
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def parse_line(text: bytes) -> tuple[int, Line]:
     Raises:
         DamagedText: it is no line that a run writes.
     """
-    line = parse_object(text)
+    line = parse_json_object(text)
     for name, value in line.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number and not (isinstance(value, str) and name in TEXTS):
@@ -72,14 +72,14 @@ def step_of(line: Line) -> int:
     return int(line[STEP]) - FIRST_STEP
 
 
-def check_counting(path: Path, data: bytes) -> None:
+def check_step_numbering(path: Path, data: bytes) -> None:
     """Refuse a file, of which ``data`` is the beginning, that counts steps from 0, as an earlier version did.
 
     Raises:
         UserError: each line would pass for that of the step before.
     """
     with suppress(DamagedText):
-        if parse_object(data[: data.find(b"\n") + 1]).get(STEP) == 0:
+        if parse_json_object(data[: data.find(b"\n") + 1]).get(STEP) == 0:
             raise UserError(
                 f"{path} is of an earlier version, which counted steps from 0: use that version for this run "
                 "(environment.jsonl has its commit), or give another folder"
@@ -113,8 +113,8 @@ def read_lines(path: Path, first: int = 0) -> dict[int, Line]:
         UserError: the file cannot be read, or a line is not what a run writes.
     """
     data = _read_file_or_empty(path)
-    check_counting(path, data)
-    found = parse_lines(_from_step(data, first))
+    check_step_numbering(path, data)
+    found = parse_lines(_bytes_from_step(data, first))
     if found.faults:
         number, why = found.faults[0]
         raise UserError(
@@ -138,7 +138,7 @@ def add_line(path: Path, line: Line, confirm: Callable[[], None] = lambda: None)
         WriteError: no room or no permission; the file is unchanged.
     """
     step, data = step_of(line), _read_file_or_empty(path)
-    if not _from_step(data, step):  # the last line is of a step before
+    if not _bytes_from_step(data, step):  # the last line is of a step before
         _write(path, data, [line], confirm)
         return
     lines = read_lines(path)
@@ -179,7 +179,7 @@ def drop_lines(path: Path, step: int) -> list[int]:
     return list(dropped)
 
 
-def best_evaluated(path: Path, steps: Iterable[int]) -> int | None:
+def best_evaluated_step(path: Path, steps: Iterable[int]) -> int | None:
     """The number of steps, one of ``steps``, after which the policy's evaluation was best; the later one of equals.
 
     The figure is the mean over the data sets of mean@N, or of the greedy accuracy if nothing was sampled. Evaluations
@@ -212,7 +212,7 @@ def _read_file_or_empty(path: Path) -> bytes:
         raise UserError(os_error_text(error)) from None
 
 
-def _from_step(data: bytes, first: int) -> bytes:
+def _bytes_from_step(data: bytes, first: int) -> bytes:
     """The end of a file, from the line of step ``first`` on; all of it if a line there is not what a run writes."""
     end = len(data) if first and data.endswith(b"\n") else 0
     while end:
@@ -229,7 +229,7 @@ def _from_step(data: bytes, first: int) -> bytes:
 
 def _write(path: Path, before: bytes, lines: Iterable[Line], confirm: Callable[[], None] = lambda: None) -> None:
     """Replace the file by the bytes ``before``, then these lines."""
-    with writing_beside(path) as part:
+    with atomic_write(path) as part:
         part.write_bytes(before + b"".join(f"{json.dumps(line)}\n".encode() for line in lines))
         sync(part)
         confirm()

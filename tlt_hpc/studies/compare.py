@@ -24,11 +24,11 @@ from tlt_hpc.look.metrics import DECODE_CPU
 from tlt_hpc.look.series import PairedRatio, paired_ratio
 from tlt_hpc.mpi.world import World
 from tlt_hpc.run.job import Job, build_job
-from tlt_hpc.run.saving import finish_saves
+from tlt_hpc.run.saving import wait_for_all_saves
 from tlt_hpc.storage.folder import COMPARISON, RunFolder, wait_for_listed_files
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.train import Reporter, run, take_steps
+from tlt_hpc.train import Reporter, run_training, take_steps
 
 MODES = ("plain", "ngram", "tail", "ahead-tail")
 """Modes that are compared, each with the first; named as the arms of ``tlt ablate``."""
@@ -84,7 +84,7 @@ class Comparison:
         return sum(run.mismatched_tokens for run in self.runs.values())
 
     @property
-    def equal(self) -> dict[str, bool]:
+    def equality_by_name(self) -> dict[str, bool]:
         """By what is compared (tokens, rewards, policy): True if it is the same in all runs."""
         return {
             "tokens": self.mismatched_tokens == 0,
@@ -118,7 +118,7 @@ def compare(
     """
     stamp = world.broadcast(time.strftime("%Y%m%d-%H%M%S"))
     parent = Path(config.run.folder) / f"{config.run.name}{COMPARISON}{stamp}"
-    if not run(mode_config(config, modes[-1], 1, parent / WARM_UP), world, reporter_of(WARM_UP)).finished:
+    if not run_training(mode_config(config, modes[-1], 1, parent / WARM_UP), world, reporter_of(WARM_UP)).finished:
         return None
     gc.unfreeze()  # the first run also imported libraries, which excludes what exists then
     gc.collect()  # DeepSpeed's engines are full of cycles
@@ -127,13 +127,13 @@ def compare(
             mode: opened.enter_context(closing(build_job(mode_config(config, mode, num_steps, parent), world)))
             for mode in modes
         }
-        digests = take_turns(jobs, num_steps, reporter_of)
+        digests = run_jobs_in_turn(jobs, num_steps, reporter_of)
     if not digests:
         return None
-    return world.once(lambda: read_comparison(config, parent, num_steps, world.size, digests))
+    return world.run_first_and_broadcast(lambda: read_comparison(config, parent, num_steps, world.size, digests))
 
 
-def take_turns(jobs: Mapping[str, Job], num_steps: int, reporter_of: Callable[[str], Reporter]) -> dict[str, str]:
+def run_jobs_in_turn(jobs: Mapping[str, Job], num_steps: int, reporter_of: Callable[[str], Reporter]) -> dict[str, str]:
     """Run the jobs, one step of each in turn. Collective.
 
     Returns the digest of each one's last policy, in the order of ``jobs``; empty if a signal stopped them.
@@ -148,7 +148,7 @@ def take_turns(jobs: Mapping[str, Job], num_steps: int, reporter_of: Callable[[s
                 return {}
             if result is not None:
                 digests[mode] = result.policy_sha256
-            finish_saves(jobs[mode])  # not to be written during another mode's step
+            wait_for_all_saves(jobs[mode])  # not to be written during another mode's step
     return digests
 
 
@@ -258,11 +258,11 @@ def to_tree(comparison: Comparison) -> dict[str, Any]:
     """Return the figures as a tree for JSON."""
     return {
         "runs": {name: asdict(figures) for name, figures in comparison.runs.items()},
-        "equal": {**comparison.equal, "mismatched_tokens": comparison.mismatched_tokens},
+        "equal": {**comparison.equality_by_name, "mismatched_tokens": comparison.mismatched_tokens},
     }
 
 
-def rows_of(comparison: Comparison) -> dict[str, list[str]]:
+def table_rows(comparison: Comparison) -> dict[str, list[str]]:
     """Return the table: names of figures, each with a cell for every run."""
     formats = {
         "tokens": ",", "reward_mean": ".4f", "policy_sha256": ".12", "guarded_near_ties": ",", "accept_length": ".3f",
@@ -289,7 +289,7 @@ def speed_rows(comparison: Comparison) -> dict[str, list[str]]:
 
 def equality_of(comparison: Comparison) -> str:
     """Return one line that says what is equal in all runs."""
-    words = {name: "yes" if is_equal else "NO" for name, is_equal in comparison.equal.items()}
+    words = {name: "yes" if is_equal else "NO" for name, is_equal in comparison.equality_by_name.items()}
     return (
         f"tokens equal: {words['tokens']} ({comparison.mismatched_tokens} mismatched); rewards equal: "
         f"{words['rewards']}; final policy weights equal: {words['policy']}"

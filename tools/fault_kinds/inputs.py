@@ -25,9 +25,9 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli.plans import finished_message
 from tlt_hpc.config import load_config, load_saved_config
 from tlt_hpc.models.drafter_file import read_drafter_of_init
-from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.folder import read_folder_weights
 from tlt_hpc.models.shape import read_shape
-from tlt_hpc.models.tokenizer import embedded, load_tokenizer
+from tlt_hpc.models.tokenizer import load_tokenizer, package_asset_folder
 from tlt_hpc.models.weight_check import check_weights
 from tlt_hpc.models.weight_files import end_token_ids
 from tlt_hpc.plan.inputs import read_assets
@@ -85,7 +85,7 @@ def undamaged(scratch: Path, base_run: Path, pattern: str) -> object:
 def make_inputs(folder: Path, run: Path) -> None:
     """Copy a run, a model and data into a folder."""
     shutil.copytree(run, folder / "run")
-    shutil.copytree(embedded("tiny"), folder / "model")
+    shutil.copytree(package_asset_folder("tiny"), folder / "model")
     rows = [
         {"prompt": f"gcd({6 * n},{4 * n})=", "answer": str(2 * n), "data_source": "gcd", "solution": "x" * n}
         for n in range(1, 25)
@@ -109,7 +109,7 @@ def read_config(folder: Path) -> None:
 def read_data(path: Path) -> None:
     prompts = read_assets(load_config(Path("jobs/tiny.toml"), [f"data.source={path}", "reward.default=numeric"]), 2)
     for step in range(12):
-        prompts.prompts.batch(step)
+        prompts.prompts.read_step_prompts(step)
 
 
 def read_model(folder: Path) -> None:
@@ -118,13 +118,15 @@ def read_model(folder: Path) -> None:
     load_tokenizer(place).encode("gcd(4,6)=")
     check_weights(place, shape)
     end_token_ids(place, shape)
-    sums(folder_weights(place))
+    sums(read_folder_weights(place))
 
 
 def read_checkpoint(folder: Path) -> object:
     found = CheckpointStore(folder / "run" / "checkpoints", keep=1).open_newest()
     assert found is not None
-    parts = [(name, found.read(part, name)) for part in sorted(found.tensors) for name in found.names(part)]
+    parts = [
+        (name, found.read_tensor(part, name)) for part in sorted(found.tensors) for name in found.tensor_names(part)
+    ]
     return found.step, repr(found.state), sums(parts)
 
 
@@ -144,7 +146,7 @@ def read_cache(folder: Path) -> object:
 
 
 def read_drafter(folder: Path) -> None:
-    model, place = embedded("tiny"), str(folder / "run" / "drafter")
+    model, place = package_asset_folder("tiny"), str(folder / "run" / "drafter")
     read_drafter_of_init(place, "eagle", read_shape(model), model)
 
 

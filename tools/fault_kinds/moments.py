@@ -31,7 +31,7 @@ from fault_kinds.runs import (
     send,
 )
 from tlt_hpc.cluster.watch.record import read_verdict
-from tlt_hpc.extras.rehearse.rehearse import committed
+from tlt_hpc.extras.rehearse.rehearse import read_step_digests
 from tlt_hpc.storage.folder import RunFolder
 
 MAX_SECONDS = {"place": 30.0, "kill": 30.0, "limit": 120.0, "cancel": 20.0}
@@ -122,7 +122,7 @@ def draw(seed: int, number: int) -> tuple[str, Fault]:
 def interrupt(folder: Path, number: int, fault: Fault) -> Result:
     """Start the run, interrupt it, and check what it left; a fault that came after its end is too late."""
     run, steps = RunFolder(folder / "run"), num_steps(folder)
-    before = committed(run)
+    before = read_step_digests(run)
     log, mark = folder / "logs" / f"{number:04d}", folder / "struck"
     mark.unlink(missing_ok=True)
     variables = {"TLT_FAULT": fault.place, "TLT_FAULT_MARK": str(mark)} if fault.place else None
@@ -132,7 +132,7 @@ def interrupt(folder: Path, number: int, fault: Fault) -> Result:
     seconds = time.monotonic() - (at or time.monotonic())
     end_all(process, folder)
     struck = mark.exists() if fault.place else process.returncode != 0
-    after, text = committed(run), log.read_text(errors="replace")
+    after, text = read_step_digests(run), log.read_text(errors="replace")
     if (verdict := read_verdict(run.status)) and verdict[1] not in text:  # mpiexec drops lines
         text += f"\ntlt: {verdict[1]}\n"
     wrong = [f"lost step {int(step) + 1}" for step, digest in before.items() if after.get(step) != digest]

@@ -33,7 +33,7 @@ from tlt_hpc.mpi.owner import read_owner
 from tlt_hpc.storage.feature_file import FeatureCacheReader
 from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.rollout_log import read_kept
+from tlt_hpc.storage.rollout_log import read_kept_responses
 from tlt_hpc.storage.step_lines import parse_lines
 
 MAY_BE_LOST = ("rollouts", "cache", "kept", "status")
@@ -198,11 +198,11 @@ def wrong_of(run: RunFolder, ranks: int, wanted: list[dict[Any, Any]]) -> Iterat
         if texts(run, step) != wanted[step] or len(run.rollout_logs(step)) != ranks:
             yield f"step {step + 1} has a line, and not its responses"
     for folder in (run.checkpoints, run.drafter_checkpoints):
-        CheckpointStore(folder, keep=1).list_steps_within(0, STEPS)  # warns of each that is damaged
+        CheckpointStore(folder, keep=1).open_checkpoints_within(0, STEPS)  # warns of each that is damaged
     for path in (*run.kept.glob("step-*/rank-*.h5"), *run.cache.glob("step-*/rank-*.h5")):
         with suppress(DamagedFile):  # is not used
             if path.is_relative_to(run.kept):
-                read_kept(path)
+                read_kept_responses(path)
             else:
                 FeatureCacheReader(path).close()
     read_owner(run.status)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_hpc.cluster.topology import format_cores
-from tlt_hpc.cluster.watch.beat import Member, Phase
+from tlt_hpc.cluster.watch.rank_progress import Member, Phase
 from tlt_hpc.cluster.watch.record import Record, read_record, status_file
 from tlt_hpc.common.files import DamagedText
 
@@ -94,7 +94,7 @@ class Diagnosis:
         if record.heartbeat != heartbeat:
             self._heartbeats[rank] = (record.heartbeat, self._looks)
         elif not record.ending and self._looks - first_seen >= self._allowed:
-            process = describe(record.pid) if rank in self._member.neighbours else ""
+            process = describe_process_state(record.pid) if rank in self._member.neighbours else ""
             return StatusReading(rank, record, silent=True, process=process)
         return StatusReading(rank, record)
 
@@ -112,7 +112,7 @@ def process_state(pid: int) -> str:
         return ""
 
 
-def describe(pid: int) -> str:
+def describe_process_state(pid: int) -> str:
     """Return the reason why a process of this host does not move its heartbeat."""
     state = process_state(pid)
     return _WORDS.get(state, _UNANSWERED) if state else "its process is gone"
@@ -134,7 +134,7 @@ def describe_blocking_rank(sightings: Sequence[StatusReading]) -> str | None:
     return None if line is None else "; ".join([line, *_unreadable_ranks_texts(sightings)])
 
 
-def judge_alone(record: Record, why: str) -> str:
+def describe_lone_stalled_rank(record: Record, why: str) -> str:
     """The line of a rank that sees no record but its own, and ``why``."""
     told = _stuck_ranks_text([record], []) if not record.waiting else f"{record.name}: {_waiting_ranks_text([record])}"
     return f"{told}; what the other ranks do cannot be seen: {why}"
@@ -153,18 +153,20 @@ def _blocking_rank_text(sightings: Sequence[StatusReading], running: Sequence[Re
         return None  # one that makes progress, or has just arrived, may let all continue
     missing = [seen.rank for seen in sightings if seen.record is None]
     if missing:
-        return f"{_ranks(missing)} cannot be seen, while {_waiting_ranks_text(others)}"
+        return f"{_rank_list_text(missing)} cannot be seen, while {_waiting_ranks_text(others)}"
     if ended:
         told = ", ".join(f"{record.name} has ended ({record.ending})" for record in ended)
         return f"{told}, while {_waiting_ranks_text(others)}"
-    return _of_waiting(others)
+    return _all_waiting_text(others)
 
 
 def _stuck_ranks_text(stuck: Sequence[Record], others: Sequence[Record]) -> str:
     """Of several, names those least far: the rest may wait for them uncounted, as in torch's collectives."""
     first = min(map(_how_far, stuck))
     least = [record for record in stuck if _how_far(record) == first]
-    told = "; ".join(f"{r.name} is stuck in {r.place} for {r.seconds:g} s{_at(r)}" for r in least[:3])
+    told = "; ".join(
+        f"{r.name} is stuck in {r.phase_and_step_text} for {r.seconds:g} s{_code_place_text(r)}" for r in least[:3]
+    )
     more = f" and {len(least) - 3} more" if len(least) > 3 else ""
     return f"{told}{more}" + (f"; {_waiting_ranks_text(others)}" if others else "")
 
@@ -178,11 +180,11 @@ def _silent_ranks_text(silent: Sequence[StatusReading], others: Sequence[Record]
     for seen in silent:
         assert seen.record is not None
         why = seen.process or "dead, stopped, or cut off from the run's folder"
-        told.append(f"{seen.record.name} shows no sign of life ({why}), last seen in {seen.record.place}")
+        told.append(f"{seen.record.name} shows no sign of life ({why}), last seen in {seen.record.phase_and_step_text}")
     return "; ".join(told) + (f"; {_waiting_ranks_text(others)}" if others else "")
 
 
-def _of_waiting(waiting: Sequence[Record]) -> str:
+def _all_waiting_text(waiting: Sequence[Record]) -> str:
     told = _waiting_ranks_text(waiting, numbered=True)
     if len({(record.waiting, record.number) for record in waiting}) > 1:
         return f"the ranks have parted: {told}"
@@ -196,7 +198,8 @@ def _waiting_ranks_text(waiting: Iterable[Record], numbered: bool = False) -> st
         name = f"{record.waiting} number {record.number}" if numbered else record.waiting
         groups.setdefault(name, []).append(record)
     return ", ".join(
-        f"{_ranks(record.rank for record in group)} wait{'s' * (len(group) == 1)} in {name} ({group[0].place})"
+        f"{_rank_list_text(record.rank for record in group)} wait{'s' * (len(group) == 1)} in {name} "
+        f"({group[0].phase_and_step_text})"
         for name, group in groups.items()
     )
 
@@ -206,14 +209,14 @@ def _unreadable_ranks_texts(sightings: Sequence[StatusReading]) -> list[str]:
     for seen in sightings:
         if seen.problem:
             problems.setdefault(seen.problem, []).append(seen.rank)
-    return [f"the status of {_ranks(ranks)} cannot be read: {problem}" for problem, ranks in problems.items()]
+    return [f"the status of {_rank_list_text(ranks)} cannot be read: {problem}" for problem, ranks in problems.items()]
 
 
-def _at(record: Record) -> str:
+def _code_place_text(record: Record) -> str:
     return f", at {record.where}" if record.where else ""
 
 
-def _ranks(numbers: Iterable[int]) -> str:
+def _rank_list_text(numbers: Iterable[int]) -> str:
     """``ranks 0-3, 7`` in words."""
     text = format_cores(numbers).replace(",", ", ")
     return f"rank{'s' * (not text.isdecimal())} {text}"

@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-from tlt_hpc.cluster.watch.beat import BEAT, Member
-from tlt_hpc.cluster.watch.record import Record, claim_verdict, read_records
+from tlt_hpc.cluster.watch.rank_progress import BEAT, Member
+from tlt_hpc.cluster.watch.record import Record, read_records, write_verdict_if_first
 
 _MAX_MESSAGE_BYTES = 1 << 16
 _OF_ANOTHER = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket closed|remote process exited")
@@ -132,7 +132,7 @@ def _await_exit(pipe: int, listener: socket.socket) -> None:
     poll.register(listener, select.EPOLLIN)
     while True:
         events = dict(poll.poll())
-        while accepted := _accept(listener):
+        while accepted := _accept_rank(listener):
             ranks[accepted[1].fileno()] = accepted
             poll.register(accepted[1], select.EPOLLIN)
         for number in [number for number in dict.fromkeys((*events, *ranks)) if number in ranks]:
@@ -169,7 +169,7 @@ def _read_ending(connection: socket.socket) -> str | None:
         return ""
 
 
-def _accept(listener: socket.socket) -> tuple[int, socket.socket] | None:
+def _accept_rank(listener: socket.socket) -> tuple[int, socket.socket] | None:
     """A rank that waits to be accepted, and its connection; None if there is none, of this user and saying which."""
     try:
         connection, _ = listener.accept()
@@ -196,35 +196,40 @@ def _report_exit(start: str, host: str, folder: Path | None, ended: int, watched
         watched: ranks whose exit this process would have seen first.
     """
     if folder is None:
-        _say(f"rank {ended} on {host} was killed or crashed before the run's folder was claimed")
+        _print_to_stderr(f"rank {ended} on {host} was killed or crashed before the run's folder was claimed")
         return
-    records = _records(folder, start)
+    records = _read_start_records(folder, start)
     if len({record.host for record in records}) > 1:  # ranks elsewhere may have ended before
         end = time.monotonic() + _OTHER_NODES_SECONDS
-        while time.monotonic() < end and not any(_says_why(record) for record in records if record.rank not in watched):
+        while time.monotonic() < end and not any(
+            _has_own_reason(record) for record in records if record.rank not in watched
+        ):
             time.sleep(_POLL_SECONDS)
-            records = _records(folder, start)
+            records = _read_start_records(folder, start)
     own = next((record for record in records if record.rank == ended), None)
-    if (own and own.ending) or any(_says_why(record) for record in records if record.rank not in watched):
+    if (own and own.ending) or any(_has_own_reason(record) for record in records if record.rank not in watched):
         return
     # a busy rank may not have written its status yet
-    name, place = own.name if own else f"rank {ended} on {host}", f"last seen in {own.place}" if own else "not seen yet"
+    name, place = (
+        own.name if own else f"rank {ended} on {host}",
+        f"last seen in {own.phase_and_step_text}" if own else "not seen yet",
+    )
     also = "; the cause may also be a node that was lost" * (len({record.host for record in records}) > 1)
     line = f"{name} was killed or crashed, {place}{also}"
     with suppress(OSError):  # no room for it: the next start names no rank
-        if claim_verdict(folder, start, line):
-            _say(line)
+        if write_verdict_if_first(folder, start, line):
+            _print_to_stderr(line)
 
 
-def _say(line: str) -> None:
+def _print_to_stderr(line: str) -> None:
     os.write(2, f"tlt: {line}; the same command resumes\n".encode())
 
 
-def _says_why(record: Record) -> bool:
+def _has_own_reason(record: Record) -> bool:
     """Whether a rank has given a reason of its own for its end."""
     return bool(record.ending) and not _OF_ANOTHER.search(record.ending)
 
 
-def _records(folder: Path, start: str) -> list[Record]:
+def _read_start_records(folder: Path, start: str) -> list[Record]:
     """What the ranks of a start have said, as far as it can be read."""
     return [record for record in read_records(folder, OSError) if record.start == start]

@@ -73,7 +73,7 @@ class Record:
         return not self.ending and 0 < self.limit <= self.still
 
     @property
-    def place(self) -> str:
+    def phase_and_step_text(self) -> str:
         """Phase, step and part in words."""
         step = "" if self.step is None else f" of step {self.step}"
         return f"{self.phase}{step}{f' ({self.part})' if self.part else ''}"
@@ -103,9 +103,9 @@ def encode(record: Record) -> bytes:
     """The record in ``SIZE`` bytes."""
     short = replace(
         record,
-        part=_plain(record.part, _LONGEST_TEXT),
-        where=_plain(record.where, _LONGEST_TEXT),
-        ending=_plain(record.ending, _LONGEST_ENDING),
+        part=_bounded_ascii(record.part, _LONGEST_TEXT),
+        where=_bounded_ascii(record.where, _LONGEST_TEXT),
+        ending=_bounded_ascii(record.ending, _LONGEST_ENDING),
     )
     text = json.dumps(asdict(short), separators=(",", ":")).encode()
     line = f"{zlib.crc32(text):08x} ".encode() + text
@@ -113,7 +113,7 @@ def encode(record: Record) -> bytes:
     return line.ljust(SIZE - 1) + b"\n"
 
 
-def _plain(text: str, longest: int) -> str:
+def _bounded_ascii(text: str, longest: int) -> str:
     """ASCII of bounded length."""
     return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:longest])
 
@@ -170,7 +170,7 @@ def read_records(folder: Path, *ignored: type[OSError]) -> list[Record]:
     return found
 
 
-def claim_verdict(folder: Path, start: str, line: str) -> bool:
+def write_verdict_if_first(folder: Path, start: str, line: str) -> bool:
     """Write the one line that ends a start; False if another rank has written one already.
 
     Raises:
@@ -235,10 +235,10 @@ def warn_and_clear_last_end(folder: Path, start: str) -> None:
 def _describe_failed_end(records: list[Record]) -> str:
     failed = [record for record in records if record.ending and record.ending not in _ORDERLY]
     if failed:
-        return f"{failed[0].name} {failed[0].ending} (in {failed[0].place})"
+        return f"{failed[0].name} {failed[0].ending} (in {failed[0].phase_and_step_text})"
     silent = [record for record in records if not record.ending]
     if not silent or len(silent) < len(records):  # if one ended in order, the launcher ended the others
         return ""
     hosts = ", ".join(dict.fromkeys(record.host for record in silent))
-    first = silent[0]
-    return f"all {len(silent)} ranks on {hosts} ended without a word, rank {first.rank} last seen in {first.place}"
+    rank, place = silent[0].rank, silent[0].phase_and_step_text
+    return f"all {len(silent)} ranks on {hosts} ended without a word, rank {rank} last seen in {place}"

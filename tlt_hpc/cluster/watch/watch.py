@@ -21,11 +21,18 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from tlt_hpc.cluster.watch.beat import BEAT, LIMIT_SECONDS, Beat, Member, Phase
-from tlt_hpc.cluster.watch.diagnosis import Diagnosis, judge_alone
+from tlt_hpc.cluster.watch.diagnosis import Diagnosis, describe_lone_stalled_rank
 from tlt_hpc.cluster.watch.exit_monitor import ExitMonitor
-from tlt_hpc.cluster.watch.record import FINISHED, HEARTBEAT_SECONDS, Record, claim_verdict, stacks_file, write_record
-from tlt_hpc.common.words import FIRST_STEP
+from tlt_hpc.cluster.watch.rank_progress import BEAT, LIMIT_SECONDS, Beat, Member, Phase
+from tlt_hpc.cluster.watch.record import (
+    FINISHED,
+    HEARTBEAT_SECONDS,
+    Record,
+    stacks_file,
+    write_record,
+    write_verdict_if_first,
+)
+from tlt_hpc.common.formatting import FIRST_STEP
 
 STALLED = 71
 """Exit status of a job that hung."""
@@ -98,7 +105,7 @@ class Watch:
         self._beat.monitor = ""
         self._beat.on_leaving = self._beat.on_joining = self._beat.on_signal = None
 
-    def ended(self, status: int) -> int:
+    def record_exit_status(self, status: int) -> int:
         """Record the exit status with which this process is about to end; returns it."""
         self._beat.ending = STATUS_ENDINGS.get(status, f"ended with status {status}")
         return status
@@ -111,18 +118,18 @@ class Watch:
         """Take one look, as the thread does every second."""
         self._counter.update_counters()
         member, folder = self._member, self._beat.folder
-        self._leave_old_folder(folder)
+        self._write_end_to_old_folder(folder)
         record = self._counter.make_status_record(member)
         self._looks_unwritten = 0 if self._writer.is_idle else self._looks_unwritten + 1
         if not record.stalled:
             self._diagnosis = None
         elif folder is None or self._looks_unwritten >= WRITER_LOOKS:
-            self._end_alone(record, folder)
+            self._end_job_without_verdict(record, folder)
         else:
             self._check_stalled_and_end_job(record, folder)
         self._send_folder()
         if folder is not None:
-            self._writer.run_if_idle(partial(self._write_and_read, folder, record, self._diagnosis))
+            self._writer.run_if_idle(partial(self._write_status_and_diagnose, folder, record, self._diagnosis))
 
     def _send_folder(self) -> None:
         if self._monitor is not None and self._member.start:
@@ -136,7 +143,7 @@ class Watch:
         while not self._closing.wait(self._look_seconds):
             self.check_progress_once()
 
-    def _leave_old_folder(self, folder: Path | None) -> None:
+    def _write_end_to_old_folder(self, folder: Path | None) -> None:
         """Write the last record into the folder that this process had before."""
         if self._folder is not None and folder != self._folder:
             last = self._counter.make_status_record(self._member, FINISHED)
@@ -154,10 +161,10 @@ class Watch:
 
     # -- what the status writer's thread does -------------------------------------------------------------------
 
-    def _write_and_read(self, folder: Path, record: Record, diagnosis: Diagnosis | None) -> None:
+    def _write_status_and_diagnose(self, folder: Path, record: Record, diagnosis: Diagnosis | None) -> None:
         if record.stalled and not (self._written and self._written.stalled):
             self._dump_stacks(folder, record.rank)
-        if is_due(record, self._written, HEARTBEAT_LOOKS):
+        if is_record_due(record, self._written, HEARTBEAT_LOOKS):
             self._write(folder, record)
         if diagnosis is not None:
             diagnosis.read_and_judge_others(record)
@@ -186,12 +193,12 @@ class Watch:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def _end_alone(self, record: Record, folder: Path | None) -> None:
+    def _end_job_without_verdict(self, record: Record, folder: Path | None) -> None:
         """End this rank when nothing can be learned about the others."""
         why = "the run's folder is not claimed yet" if folder is None else f"{folder} does not answer"
         faulthandler.dump_traceback(2, all_threads=True)
-        self._say_why(judge_alone(record, why))
-        self._end()
+        self._say_why(describe_lone_stalled_rank(record, why))
+        self._end_job()
 
     def _end_job_with_verdict(self, line: str, record: Record, folder: Path) -> None:
         """End the job with this line, unless another rank has said it."""
@@ -200,19 +207,19 @@ class Watch:
         def leave() -> None:
             self._write(folder, self._counter.make_status_record(self._member, f"stalled: {line}"))
             try:
-                is_first.append(claim_verdict(folder, record.start, line))
+                is_first.append(write_verdict_if_first(folder, record.start, line))
             except OSError:
                 is_first.append(True)  # standard error is the only place for it
 
         self._writer.run_within(LAST_WORD_SECONDS, leave)
         if is_first != [False]:
             self._say_why(f"{line}; stacks are in {stacks_file(folder, record.rank).with_name('rank-*.stacks')}")
-        self._end()
+        self._end_job()
 
     def _say_why(self, line: str) -> None:
         say(f"the job hangs: {line}; the same command resumes from the last committed step")
 
-    def _end(self) -> None:
+    def _end_job(self) -> None:
         """End the job through MPI, which reaches all nodes; if MPI itself hangs, end this process."""
         self._closing.set()
         if self._beat.abort is not None:
@@ -232,14 +239,14 @@ class Watch:
                 say(f"{record.name} could not leave word of its end: {folder} does not answer")
 
 
-def is_due(record: Record, written: Record | None, heartbeat_looks: int) -> bool:
+def is_record_due(record: Record, written: Record | None, heartbeat_looks: int) -> bool:
     """Return True if a record is to be written: its phase or state is new, or it is time for a heartbeat."""
     if written is None or record.heartbeat - written.heartbeat >= heartbeat_looks:
         return True
-    return _state_of(record) != _state_of(written)
+    return _reported_state(record) != _reported_state(written)
 
 
-def _state_of(record: Record) -> tuple[object, ...]:
+def _reported_state(record: Record) -> tuple[object, ...]:
     waits = record.stalled and record.waiting
     return (record.start, record.phase, record.step, record.stalled, waits, record.ending)
 
@@ -312,7 +319,7 @@ class ProgressCounter:
 
     def make_status_record(self, member: Member, ending: str = "") -> Record:
         """The record of this rank now."""
-        beat, limit = self._beat, self._limit()
+        beat, limit = self._beat, self._stall_limit_looks()
         waiting, still = beat.waiting, self._still
         if 0 < limit <= self._without_round and self._still < self._without_round // 2:  # only the pulse hangs
             waiting, still = ("pulse", beat.rounds + 1), self._without_round
@@ -338,7 +345,7 @@ class ProgressCounter:
         )
         return replace(record, where=main_thread_place()) if record.stalled else record
 
-    def _limit(self) -> int:
+    def _stall_limit_looks(self) -> int:
         """In looks; at least two, since the first of a phase may come right before its first tick."""
         if not self._factor:
             return 0

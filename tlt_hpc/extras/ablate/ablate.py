@@ -34,9 +34,9 @@ from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.run.session import Session, open_session
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_finished, write_json
-from tlt_hpc.studies.compare import WARM_UP, Comparison, read_comparison, rows_of, to_tree
+from tlt_hpc.studies.compare import WARM_UP, Comparison, read_comparison, table_rows, to_tree
 from tlt_hpc.studies.warmup.texts import from_prompts
-from tlt_hpc.train import Reporter, run
+from tlt_hpc.train import Reporter, run_training
 
 _CLEAR = 2.0
 """Standard errors from which a difference is called one."""
@@ -63,42 +63,42 @@ class AblationFigures:
     held_out: dict[str, Passes]
 
     @property
-    def as_promised(self) -> bool:
+    def arms_equal_as_promised(self) -> bool:
         """True if the arms are equal as far as is promised (``Config.is_exact``)."""
-        return not (self.comparison.is_exact and self.unequal)
+        return not (self.comparison.is_exact and self.differing_names)
 
     @property
-    def unequal(self) -> list[str]:
+    def differing_names(self) -> list[str]:
         """The names of what differs between the arms."""
         texts = {passes.tokens for passes in self.held_out.values()}
-        equal = {**self.comparison.equal, "held-out texts": len(texts) <= 1}
+        equal = {**self.comparison.equality_by_name, "held-out texts": len(texts) <= 1}
         return [name for name, is_equal in equal.items() if not is_equal]
 
     def rows(self) -> dict[str, list[str]]:
         """The table: names of figures, each with a cell for every arm."""
         found = [self.held_out.get(arm) for arm in self.comparison.runs]
         cells = ["-" if passes is None else f"{passes.accept_length:.3f}" for passes in found]
-        return {"held-out accept length": cells, **rows_of(self.comparison)}
+        return {"held-out accept length": cells, **table_rows(self.comparison)}
 
     def verdict(self) -> str:
         """The differences between the arms, then whether training in the tail, or draft-ahead, gains; may be empty."""
         parts = []
-        if self.unequal:
+        if self.differing_names:
             promised = "which should be equal" if self.comparison.is_exact else "as they may without batch_invariant"
-            parts.append(f"The arms differ in {', '.join(self.unequal)}, {promised}.")
+            parts.append(f"The arms differ in {', '.join(self.differing_names)}, {promised}.")
         if {"tail", "frozen"} <= self.held_out.keys():
             tail, frozen = self.held_out["tail"], self.held_out["frozen"]
-            gain = gain_of(tail, frozen)
+            gain = accept_length_gain(tail, frozen)
             parts.append(
                 f"After {self.comparison.num_steps} steps the drafter trained in the tail has an accept length of "
                 f"{tail.accept_length:.3f} on held-out prompts, the frozen one {frozen.accept_length:.3f}: "
                 f"{gain.text}. Training in the tail {gain.verb} the frozen drafter in accept length."
             )
         if {"tail", "ahead"} <= self.comparison.runs.keys():
-            parts.append(self._tail_or_ahead())
+            parts.append(self._tail_versus_ahead_sentence())
         return " ".join(parts)
 
-    def _tail_or_ahead(self) -> str:
+    def _tail_versus_ahead_sentence(self) -> str:
         """A sentence on which of the two uses of the tail gains more in rollout seconds."""
         tail, ahead = self.comparison.runs["tail"], self.comparison.runs["ahead"]
         median, low, high = paired_ratio(tail.by_step["rollout"], ahead.by_step["rollout"])
@@ -117,34 +117,34 @@ def ablate(ablation: Ablation, world: World, reporter: Reporter) -> AblationFigu
     Raises:
         ValueError: the user's mistake (configuration, model folder, data, a drafter).
     """
-    world.once(lambda: check_ranks(ablation, world.size))
-    digests = world.once(lambda: finished_arms(ablation))
+    world.run_first_and_broadcast(lambda: check_ranks(ablation, world.size))
+    digests = world.run_first_and_broadcast(lambda: read_finished_digests(ablation))
     left = [arm for arm in ablation.arms if arm not in digests]
     if left:
         config = replace(ablation, num_steps=1).config_of(left[-1])  # the last one finds a drafter that does not fit
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": WARM_UP})})
-        remove(config.folder, world)  # of an earlier start
-        is_finished = run_once(config, world, reporter) is not None
-        remove(config.folder, world)
+        remove_folder(config.folder, world)  # of an earlier start
+        is_finished = run_arm(config, world, reporter) is not None
+        remove_folder(config.folder, world)
         if not is_finished:
             return None
     for arm in left:
-        digest = run_once(ablation.config_of(arm), world, reporter)
+        digest = run_arm(ablation.config_of(arm), world, reporter)
         if digest is None:
             return None
         digests[arm] = digest
-    world.say("measuring accept length on held-out prompts, by arm")
-    held_out = measure(ablation, world)
+    world.print_once("measuring accept length on held-out prompts, by arm")
+    held_out = measure_accept_lengths(ablation, world)
     if held_out is None:
         return None
     in_order = {arm: digests[arm] for arm in ablation.arms}
-    comparison = world.once(
+    comparison = world.run_first_and_broadcast(
         lambda: read_comparison(ablation.config, ablation.folder, ablation.num_steps, world.size, in_order)
     )
     return AblationFigures(comparison, held_out)
 
 
-def finished_arms(ablation: Ablation) -> dict[str, str]:
+def read_finished_digests(ablation: Ablation) -> dict[str, str]:
     """Digests of the last policies of the arms that have taken all their steps.
 
     Raises:
@@ -154,21 +154,21 @@ def finished_arms(ablation: Ablation) -> dict[str, str]:
     return {arm: word.policy_sha256 for arm, word in found.items() if word and word.num_steps == ablation.num_steps}
 
 
-def remove(folder: Path, world: World) -> None:
+def remove_folder(folder: Path, world: World) -> None:
     """Remove a folder that no rank uses any more; collective."""
     world.barrier()
-    world.once(lambda: shutil.rmtree(folder, ignore_errors=True))
+    world.run_first_and_broadcast(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def run_once(config: Config, world: World, reporter: Reporter) -> str | None:
+def run_arm(config: Config, world: World, reporter: Reporter) -> str | None:
     """Run one arm; returns the digest of its last policy, or None if a signal ended it."""
-    result = run(config, world, reporter)
+    result = run_training(config, world, reporter)
     gc.unfreeze()  # the first run also imported libraries, which excludes what exists then
     gc.collect()  # DeepSpeed's engines are full of cycles
     return result.policy_sha256 if result.finished else None
 
 
-def measure(ablation: Ablation, world: World) -> dict[str, Passes] | None:
+def measure_accept_lengths(ablation: Ablation, world: World) -> dict[str, Passes] | None:
     """Tokens and target passes of every held-out response, by arm that has a drafter; collective.
 
     Each drafter answers the same prompts in chains of four, with its arm's last policy: with the tie guard that is the
@@ -204,12 +204,12 @@ def load_policy(ablation: Ablation, arm: str, session: Session) -> None:
     """
     node = session.world.node_group
     run, config = RunFolder(ablation.folder / arm), ablation.config
-    checkpoint = node.once(
+    checkpoint = node.run_first_and_broadcast(
         lambda: CheckpointStore(run.checkpoints, config.checkpoint.keep).open_step(ablation.num_steps)
     )
     readers = policy_readers(run, config, checkpoint, session.assets.folder)
     weights = ((name, read(None)) for name, read in read_and_broadcast_parts(node, readers))
-    session.decoder.load(weights, ablation.num_steps)
+    session.decoder.load_weights(weights, ablation.num_steps)
 
 
 def measure_arm(
@@ -218,12 +218,12 @@ def measure_arm(
     """Tokens and passes of this rank's share of the responses with an arm's drafter; None after a stop request."""
     folder = str(ablation.folder / arm / "drafter")
     drafter = load_drafter(folder, session.decoder, f"arm {arm!r}", session.world.node_group)
-    settings = replace(session.settings(), strategies=(Strategy("drafter", JUDGED_DEPTH),))
+    settings = replace(session.engine_settings(), strategies=(Strategy("drafter", JUDGED_DEPTH),))
     engine = session.make_engine(settings, drafter, drafter_is_trained=True)
-    session.calibrate_on(engine, requests[:1])  # on every rank: of few prompts some ranks have none
-    if session.generate(engine, requests[session.world.rank :: session.world.size]).stopping:
+    session.calibrate_with_own_keys(engine, requests[:1])  # on every rank: of few prompts some ranks have none
+    if session.generate(engine, requests[session.world.rank :: session.world.size]).has_stop_vote:
         return None
-    return [(r.key, len(r.response_tokens), r.num_target_passes) for r in engine.collect()]
+    return [(r.key, len(r.response_tokens), r.num_target_passes) for r in engine.take_finished_rollouts()]
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class Gain:
         return f"{100 * self.share:+.1f} % ({noise})"
 
 
-def gain_of(arm: Passes, other: Passes) -> Gain:
+def accept_length_gain(arm: Passes, other: Passes) -> Gain:
     """Gain in accept length: by pairs of responses, or of independent samples if the arms' texts differ."""
     if arm.tokens == other.tokens:
         return ratio(other.passes, arm.passes)  # tokens / passes over tokens / passes: the same tokens cancel
@@ -276,7 +276,7 @@ def write_figures(figures: AblationFigures) -> None:
     held_out = {arm: {**vars(found), "accept_length": found.accept_length} for arm, found in figures.held_out.items()}
     write_json(
         comparison.folder / "figures.json",
-        {**to_tree(comparison), "held_out": held_out, "unequal": figures.unequal, "verdict": figures.verdict()},
+        {**to_tree(comparison), "held_out": held_out, "unequal": figures.differing_names, "verdict": figures.verdict()},
     )
     lines = [["", *comparison.runs], ["---", *["--:"] * len(comparison.runs)]]
     lines += [[name, *cells] for name, cells in figures.rows().items()]
@@ -284,15 +284,15 @@ def write_figures(figures: AblationFigures) -> None:
     (comparison.folder / "table.md").write_text(f"{table}\n\n{figures.verdict()}\n", encoding="utf-8")
 
 
-def run_arms(config: Config, options: argparse.Namespace, world: World) -> int:
+def run_ablate_command(config: Config, options: argparse.Namespace, world: World) -> int:
     """Run ``tlt ablate`` on this rank; returns the exit status."""
     figures = ablate(plan_ablation(config, options), world, StepReporter(Screen(world.rank == 0)))
     if figures is None:
-        reason = world.first_stop_reason()
+        reason = world.gather_first_stop_reason()
         if world.rank == 0:
             print(f"stopped early ({reason}); the same command resumes", flush=True)
         return STOPPED_EARLY
     if world.rank == 0:
         print_comparison(figures.comparison, figures.rows(), figures.verdict())
         write_figures(figures)
-    return 0 if figures.as_promised else 1
+    return 0 if figures.arms_equal_as_promised else 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.common.words import count
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.config import (
     Config,
     ConfigError,
@@ -17,8 +17,8 @@ from tlt_hpc.config import (
     parse_config,
     to_toml,
 )
-from tlt_hpc.plan.plan_options import at_least_one
-from tlt_hpc.rollout.strategy import strategies_of
+from tlt_hpc.plan.plan_options import parse_positive_integer
+from tlt_hpc.rollout.strategy import parse_strategies
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_environments
 
@@ -66,7 +66,9 @@ class Ablation:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options beside the configuration and its overrides."""
-    command.add_argument("--steps", type=at_least_one, default=30, metavar="N", help="steps of each arm (default 30)")
+    command.add_argument(
+        "--steps", type=parse_positive_integer, default=30, metavar="N", help="steps of each arm (default 30)"
+    )
     arms = f"of {','.join(ARMS)} (default: all that the job can have)"
     command.add_argument("--arms", metavar="ARM,...", help=arms)
 
@@ -84,7 +86,7 @@ def plan_ablation(config: Config, options: argparse.Namespace) -> Ablation:
             "every rank; if it fits, give rollout.tensor_parallel=1"
         )
     if options.arms is None:
-        arms = tuple(arm for arm in ARMS if not _obstacle(config, arm))
+        arms = tuple(arm for arm in ARMS if not _reason_against_arm(config, arm))
     else:
         asked = options.arms.split(",")
         if unknown := [name for name in asked if name not in ARMS]:
@@ -92,15 +94,15 @@ def plan_ablation(config: Config, options: argparse.Namespace) -> Ablation:
         arms = tuple(arm for arm in ARMS if arm in asked)
     ablation = Ablation(config, arms, options.steps)
     for arm in arms:
-        if obstacle := _obstacle(config, arm):
+        if obstacle := _reason_against_arm(config, arm):
             raise ConfigError(f"arm {arm!r}: {obstacle}")
-        _check_same(ablation.config_of(arm))
+        _check_same_settings(ablation.config_of(arm))
     return ablation
 
 
-def _obstacle(config: Config, arm: str) -> str:
+def _reason_against_arm(config: Config, arm: str) -> str:
     """The reason why the job cannot have an arm, with the remedy; empty if it can."""
-    strategies = strategies_of("full", config.speculation.strategies)
+    strategies = parse_strategies("full", config.speculation.strategies)
     if arm == "ngram" and not any(strategy.source == "ngram" for strategy in strategies):
         return "speculation.strategies has no n-grams; add e.g. 'ngram-4' or leave the arm out of --arms"
     if arm in WITHOUT_DRAFTER:
@@ -124,12 +126,12 @@ def check_ranks(ablation: Ablation, num_ranks: int) -> None:
         begun = sum(host.num_ranks for host in starts[0].hosts) if starts else num_ranks
         if begun != num_ranks:
             raise ConfigError(
-                f"{folder.path} was begun on {count(begun, 'rank')}, now {num_ranks}; start {begun}, or give another "
-                "run.name"
+                f"{folder.path} was begun on {format_count(begun, 'rank')}, now {num_ranks}; start {begun}, or give "
+                "another run.name"
             )
 
 
-def _check_same(config: Config) -> None:
+def _check_same_settings(config: Config) -> None:
     """Refuse to resume an arm with other settings: it would not be comparable.
 
     Raises:
@@ -138,7 +140,7 @@ def _check_same(config: Config) -> None:
     saved = RunFolder(config.folder).config
     if not saved.is_file():
         return
-    old, new = _flat(load_saved_config(saved)), _flat(config)
+    old, new = _flatten_config(load_saved_config(saved)), _flatten_config(config)
     if old["run.num_steps"] > new["run.num_steps"]:
         raise ConfigError(f"{saved} is of {old['run.num_steps']} steps; give --steps {old['run.num_steps']} or more")
     if changed := [key for key, value in old.items() if value != new[key] and key not in _MAY_CHANGE]:
@@ -148,7 +150,7 @@ def _check_same(config: Config) -> None:
         )
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def _flatten_config(config: Config) -> dict[str, Any]:
     tree = config.model_dump()
     return {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
 
@@ -156,8 +158,8 @@ def _flat(config: Config) -> dict[str, Any]:
 def describe(ablation: Ablation, num_ranks: int) -> str:
     """The plan in words, then the job's configuration as TOML."""
     head = (
-        f"ablation    {ablation.folder}: {count(ablation.num_steps, 'step')} of each arm on "
-        f"{count(num_ranks, 'rank')}, seed {ablation.config.run.seed}"
+        f"ablation    {ablation.folder}: {format_count(ablation.num_steps, 'step')} of each arm on "
+        f"{format_count(num_ranks, 'rank')}, seed {ablation.config.run.seed}"
     )
     arms = (f"{arm:11} {ARMS[arm]}" for arm in ablation.arms)
     return "\n".join([head, *arms, "", to_toml(ablation.config)])

@@ -7,14 +7,14 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from tlt_hpc.common.words import count
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.config import RewardSection
-from tlt_hpc.extras.code_rewards.code_tests import Tests, any_number_of_digits
+from tlt_hpc.extras.code_rewards.code_tests import Tests, unlimited_int_digits
 from tlt_hpc.extras.code_rewards.code_tests import read_tests as read_tests
 from tlt_hpc.extras.code_rewards.fences import extract_program
 from tlt_hpc.extras.code_rewards.results import same_output, same_result
-from tlt_hpc.extras.code_rewards.sandbox.outside import Outcome, ProgramLimits, Sandbox, Template, check
-from tlt_hpc.extras.code_rewards.sandbox.outside import working_template as working_template
+from tlt_hpc.extras.code_rewards.sandbox.outside import Outcome, ProgramLimits, Sandbox, Template, run_python_tests
+from tlt_hpc.extras.code_rewards.sandbox.outside import start_working_template as start_working_template
 from tlt_hpc.rewards.answer import MEMORY_BYTES, Failure, Verdict
 
 _SPARE_OUTPUT_BYTES = 2**16
@@ -23,8 +23,8 @@ _SHOWN = 80
 """Characters of what was expected or given."""
 
 
-@any_number_of_digits()
-def passes_tests(text: str, truth: str, settings: RewardSection, template: Template, extra: str = "") -> Verdict:
+@unlimited_int_digits()
+def judge_program(text: str, truth: str, settings: RewardSection, template: Template, extra: str = "") -> Verdict:
     """1.0 if the response's program passes all tests; ``extra`` are the row's other columns as JSON.
 
     Raises:
@@ -38,7 +38,7 @@ def passes_tests(text: str, truth: str, settings: RewardSection, template: Templ
     find_verdict = _check_assertions if tests.texts else _compare_outputs
     verdict = find_verdict(code, tests, settings, template)
     first, *others = code.strip().split("\n")
-    return replace(verdict, read=first[:_SHOWN] + (f" (and {count(len(others), 'line')})" if others else ""))
+    return replace(verdict, read=first[:_SHOWN] + (f" (and {format_count(len(others), 'line')})" if others else ""))
 
 
 def _compare_outputs(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
@@ -56,28 +56,28 @@ def _compare_outputs(code: str, tests: Tests, settings: RewardSection, template:
                 outcome = sandbox.run(code, given, limits)
                 is_right = same_output(outcome.output, wanted)
             used += outcome.cpu_seconds
-            if verdict := _not_judged(outcome, used, settings):
+            if verdict := _limit_verdict(outcome, used, settings):
                 return verdict
             if not is_right or outcome.status != 0:
                 shown = json.dumps(wanted[0]) if tests.function else wanted.strip()
-                return Verdict(0.0, detail=f"test {number}: {_gave(outcome)}, expected {shown[:_SHOWN]!r}")
+                return Verdict(0.0, detail=f"test {number}: {_describe_outcome(outcome)}, expected {shown[:_SHOWN]!r}")
     return Verdict(1.0)
 
 
 def _check_assertions(code: str, tests: Tests, settings: RewardSection, template: Template) -> Verdict:
     limits = ProgramLimits(settings.cpu_seconds, MEMORY_BYTES, _SPARE_OUTPUT_BYTES)
-    program, checked = check(
+    program, checked = run_python_tests(
         template, code, tests.texts, limits, tests.entry, any(map(_NUMPY.search, (code, *tests.texts)))
     )
     for outcome in (program, checked):
-        if verdict := _not_judged(outcome, outcome.cpu_seconds, settings):
+        if verdict := _limit_verdict(outcome, outcome.cpu_seconds, settings):
             return verdict
-    report: dict[str, Any] = json.loads(checked.output) if checked.output else {"trouble": _gave(checked)}
+    report: dict[str, Any] = json.loads(checked.output) if checked.output else {"trouble": _describe_outcome(checked)}
     trouble = report["trouble"].replace("\n", " ")  # errors of numpy have several lines
     if program.status != 0 or report.get("is_silent"):
         is_over = any(error in trouble for error in ("BrokenPipeError: ", "ConnectionResetError: "))
         why = "before a test called it, as by an error of syntax or import" if is_over else trouble
-        return Verdict(0.0, detail=f"the program {_gave(program)}: {why}"[: 3 * _SHOWN])
+        return Verdict(0.0, detail=f"the program {_describe_outcome(program)}: {why}"[: 3 * _SHOWN])
     if trouble and not report.get("is_unreadable"):
         return Verdict(0.0, detail=f"test {report.get('held', 0) + 1}: {trouble}")
     trouble = trouble or ("" if report["held"] else "no assertion was executed")
@@ -86,12 +86,12 @@ def _check_assertions(code: str, tests: Tests, settings: RewardSection, template
     return Verdict(1.0)
 
 
-def _gave(outcome: Outcome) -> str:
+def _describe_outcome(outcome: Outcome) -> str:
     """What a program did."""
     return f"ended with status {outcome.status}" if outcome.status else f"gave {outcome.output.strip()[:_SHOWN]!r}"
 
 
-def _not_judged(outcome: Outcome, used: float, settings: RewardSection) -> Verdict | None:
+def _limit_verdict(outcome: Outcome, used: float, settings: RewardSection) -> Verdict | None:
     """The verdict of a program that met a limit or was killed; None for others."""
     if outcome.failure == "cpu" or used > settings.cpu_seconds:
         return Verdict(0.0, Failure.CPU, f"more than {settings.cpu_seconds} s of CPU time")

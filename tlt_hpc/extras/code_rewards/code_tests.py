@@ -17,18 +17,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tlt_hpc.extras.code_rewards.sandbox.forms import (
+from tlt_hpc.extras.code_rewards.sandbox.syntax_of_tests import (
     definitions,
     fixtures,
     has_program,
-    imports,
+    imported_modules,
     is_check,
-    is_programs,
-    needs_candidate,
+    is_program_module,
     parameters,
-    parsed,
+    parse_tests,
     programs_names,
-    reached,
+    reachable_code,
+    takes_program_function,
     tests_to_call,
 )
 
@@ -51,7 +51,7 @@ class Tests:
 
 
 @contextlib.contextmanager
-def any_number_of_digits() -> Iterator[None]:
+def unlimited_int_digits() -> Iterator[None]:
     """Integers are read and written at any length."""
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
@@ -61,7 +61,7 @@ def any_number_of_digits() -> Iterator[None]:
         sys.set_int_max_str_digits(before)
 
 
-@any_number_of_digits()
+@unlimited_int_digits()
 def read_tests(truth: str, extra: str = "") -> Tests:
     """The tests of the data's answer, with the row's other columns as JSON.
 
@@ -75,12 +75,12 @@ def read_tests(truth: str, extra: str = "") -> Tests:
     if isinstance(tree, str) or (isinstance(tree, list) and tree and all(isinstance(each, str) for each in tree)):
         texts = [tree] if isinstance(tree, str) else tree
         _check_texts(texts)
-        return Tests(texts=texts, entry=_entry_of(extra))
+        return Tests(texts=texts, entry=_entry_point_name(extra))
     if isinstance(tree, list) and tree and all(isinstance(each, dict) for each in tree):  # as LiveCodeBench has them
         tree = {
             "inputs": [each.get("input") for each in tree],
             "outputs": [each.get("output") for each in tree],
-            "fn_name": _function_of(tree),
+            "fn_name": _tested_function_name(tree),
         }
     if not isinstance(tree, dict):
         raise ValueError("neither a table with 'inputs' and 'outputs' nor a list of such nor assertions")
@@ -88,13 +88,13 @@ def read_tests(truth: str, extra: str = "") -> Tests:
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
         raise ValueError("'inputs' and 'outputs' must be lists of one length, with one test or more")
     if not name:
-        return Tests(list(zip(map(_text, inputs), map(_text, outputs), strict=True)))
+        return Tests(list(zip(map(_stream_text, inputs), map(_stream_text, outputs), strict=True)))
     are_texts = all(isinstance(each, str) for each in inputs)
-    wanted = [_wanted(each, are_texts) for each in outputs]
-    return Tests(list(zip(map(_arguments, inputs), wanted, strict=True)), str(name).rpartition(".")[2])
+    wanted = [_accepted_values(each, are_texts) for each in outputs]
+    return Tests(list(zip(map(_parse_arguments, inputs), wanted, strict=True)), str(name).rpartition(".")[2])
 
 
-def _function_of(tests: list[dict[str, Any]]) -> str | None:
+def _tested_function_name(tests: list[dict[str, Any]]) -> str | None:
     """The function that the tests of LiveCodeBench call; None if they are of standard input and output."""
     kinds = {test.get("testtype") == "functional" for test in tests}
     if len(kinds) > 1:
@@ -110,7 +110,7 @@ def _function_of(tests: list[dict[str, Any]]) -> str | None:
     return name
 
 
-def _entry_of(extra: str) -> str:
+def _entry_point_name(extra: str) -> str:
     """The function that the row names: ``entry_point``, as in HumanEval, or ``Solution().name``."""
     columns = json.loads(extra) if extra else {}
     for table in (columns, columns.get("extra_info"), columns.get("reward_model")):
@@ -122,10 +122,10 @@ def _entry_of(extra: str) -> str:
 
 def _check_texts(texts: list[str]) -> None:
     """Check that Python tests call the program and check what it answers."""
-    trees = list(map(_parsed, texts))
+    trees = list(map(_parse_tests, texts))
     _check_imports(trees)
     units = tests_to_call(trees)
-    live, names = reached(trees, [unit.name for unit in units])
+    live, names = reachable_code(trees, [unit.name for unit in units])
     own = definitions(trees)
     if not any(is_check(node, own) for node in live):
         left = [name for name, body in own.items() if any(is_check(node, own) for node in ast.walk(body))]
@@ -135,15 +135,15 @@ def _check_texts(texts: list[str]) -> None:
         tests = [each for each in unit.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test")]
         for test in tests if isinstance(unit, ast.ClassDef) else [unit]:
             open_ones = set(parameters(test)) - fixtures(trees) - {"self"}
-            if open_ones and not needs_candidate(test):
+            if open_ones and not takes_program_function(test):
                 raise ValueError(f"{test.name} takes {', '.join(sorted(open_ones))}, which nothing gives")
     if not programs_names(texts, trees, units, names) and not has_program(trees, units):
         raise ValueError(f"{texts[0][:40]!r} calls nothing of the program")
 
 
-def _parsed(text: str) -> ast.Module:
+def _parse_tests(text: str) -> ast.Module:
     try:
-        tree = parsed(text)
+        tree = parse_tests(text)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what the data's author wrote
             compile(text, "tests", "exec", dont_inherit=True)
@@ -158,16 +158,16 @@ def _check_imports(trees: list[ast.Module]) -> None:
         match node:
             case ast.Attribute(attr="stdout" | "stdin" | "input", ctx=ast.Store()):
                 raise ValueError("replaces what a program reads or writes, which cannot reach it in another process")
-    for module, names in imports(trees):
+    for module, names in imported_modules(trees):
         root = module.partition(".")[0]
         for each in (module, *(f"{module}.{name}" for name in names)):
             if each in _OF_ONE_PROCESS:
                 raise ValueError(f"needs {each}, which cannot reach the program: it runs in another process")
-        if root not in sys.stdlib_module_names | _OFFERED and root and not is_programs(module, names):
+        if root not in sys.stdlib_module_names | _OFFERED and root and not is_program_module(module, names):
             raise ValueError(f"needs {root}, which the sandbox does not have")
 
 
-def _text(given: Any) -> str:
+def _stream_text(given: Any) -> str:
     """Standard input or output: a text, a number, or a list of lines."""
     if isinstance(given, list):
         return "\n".join(map(str, given))
@@ -176,7 +176,7 @@ def _text(given: Any) -> str:
     return str(given)
 
 
-def _arguments(given: Any) -> list[Any]:
+def _parse_arguments(given: Any) -> list[Any]:
     """A function's arguments: a list, or a text with one JSON value a line."""
     if isinstance(given, str):
         return [json.loads(line) for line in given.split("\n") if line.strip()]
@@ -185,7 +185,7 @@ def _arguments(given: Any) -> list[Any]:
     return given
 
 
-def _wanted(output: Any, is_json: bool) -> list[Any]:
+def _accepted_values(output: Any, is_json: bool) -> list[Any]:
     """The values of which one is right.
 
     A text is the JSON of the value where the arguments are JSON too, as in LiveCodeBench, else it may be that or the

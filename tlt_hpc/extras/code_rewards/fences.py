@@ -61,11 +61,11 @@ def _blocks(lines: list[str], parser: _Parser, is_markdown: bool = False) -> lis
         at += 1
         if opening is None:
             continue
-        end = _end_of(lines, at, opening[1], parser)
+        end = _block_end(lines, at, opening[1], parser)
         again = next((line for line in range(at, end) if _opens_program(lines[line])), end)
         if again < end and not parser.is_python("".join(lines[at:end])):
             end = again - 1  # a draft was left without a closing fence
-        body, language = _content(lines[at:end], opening, end < len(lines), parser), opening[2].lower()
+        body, language = _block_content(lines[at:end], opening, end < len(lines), parser), opening[2].lower()
         if language in _MARKDOWN and not is_markdown:
             blocks += _blocks(body.splitlines(keepends=True), parser, is_markdown=True)
         else:
@@ -79,7 +79,7 @@ def _opens_program(line: str) -> bool:
     return opening is not None and _PYTHON.fullmatch(opening[2].lower()) is not None
 
 
-def _end_of(lines: list[str], start: int, fence: str, parser: _Parser) -> int:
+def _block_end(lines: list[str], start: int, fence: str, parser: _Parser) -> int:
     """The line that closes a block: the first fence, unless only a later one leaves Python, as after a docstring's."""
     closing = re.compile(rf"[ \t>]*{fence[0]}{{{len(fence)},}}[ \t]*")
     ends, first = (at for at in range(start, len(lines)) if closing.fullmatch(lines[at].rstrip())), len(lines)
@@ -90,7 +90,7 @@ def _end_of(lines: list[str], start: int, fence: str, parser: _Parser) -> int:
     return first
 
 
-def _content(lines: list[str], opening: re.Match[str], is_closed: bool, parser: _Parser) -> str:
+def _block_content(lines: list[str], opening: re.Match[str], is_closed: bool, parser: _Parser) -> str:
     """The lines of a block without the marks and the indentation of the list or the quotation that it stands in."""
     if ">" in opening[0][: opening.start(1)]:
         lines = [re.sub(r"^[ \t]*> ?", "", line) for line in lines]

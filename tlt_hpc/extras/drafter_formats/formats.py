@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
-from tlt_hpc.models.drafter import TOKEN_IDS, DraftLayer, drafter_shape, layer_of
+from tlt_hpc.models.drafter import TOKEN_IDS, DraftLayer, drafter_shape, parse_layer_settings
 from tlt_hpc.models.eagle import feature_layers
-from tlt_hpc.models.shape import ModelShape, check_layers, shape_from
+from tlt_hpc.models.shape import ModelShape, check_eagle3_layers, shape_from
 from tlt_hpc.models.tokenizer import find_model, read_json
 
 SPECULATIVE_TOKENS = 5
@@ -71,7 +71,7 @@ class Files:
     config: dict[str, Any]
 
 
-def lay_out(kind: str, drafter: Mapping[str, Tensor], target: Target) -> Files:
+def convert_drafter(kind: str, drafter: Mapping[str, Tensor], target: Target) -> Files:
     """An export's files for ``sglang``, ``vllm`` or ``speculators``; tensors as ``read_drafter`` gives them.
 
     Of EAGLE-3 the first two formats are the same.
@@ -79,7 +79,7 @@ def lay_out(kind: str, drafter: Mapping[str, Tensor], target: Target) -> Files:
     Raises:
         UserError: the format cannot carry this drafter.
     """
-    own = layer_of(drafter)
+    own = parse_layer_settings(drafter)
     target = replace(target, shape=drafter_shape(target.shape, own))
     if TOKEN_IDS in drafter:
         if own.norm_before_residual and kind != "speculators":
@@ -87,7 +87,7 @@ def lay_out(kind: str, drafter: Mapping[str, Tensor], target: Target) -> Files:
                 "this drafter adds to the normed state (norm_before_residual), which SGLang does not do; use --format "
                 "speculators"
             )
-        tensors, config = _eagle3(drafter, target)
+        tensors, config = _eagle3_layout(drafter, target)
         if kind == "speculators":
             tensors, config = _as_speculators(tensors, config, target, own)
     else:
@@ -95,31 +95,33 @@ def lay_out(kind: str, drafter: Mapping[str, Tensor], target: Target) -> Files:
             what = "has a bias in fc" if own.fc_bias else "is of the EAGLE form"
             fitting = "sglang" if own.fc_bias else "vllm or sglang"
             raise UserError(f"this drafter {what}, which the layout {kind} does not have; use --format {fitting}")
-        tensors, config = _eagle(drafter, target, is_sglang=kind == "sglang")
-    return Files({name: _stored(name, tensor, target.dtype) for name, tensor in tensors.items()}, config)
+        tensors, config = _eagle_layout(drafter, target, is_sglang=kind == "sglang")
+    return Files({name: _export_tensor(name, tensor, target.dtype) for name, tensor in tensors.items()}, config)
 
 
-def _eagle(drafter: Mapping[str, Tensor], target: Target, is_sglang: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _eagle_layout(
+    drafter: Mapping[str, Tensor], target: Target, is_sglang: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A Llama layer without ``input_layernorm``, behind fc; biases that ours does not have are zeros."""
     shape = target.shape
     layer = _layer_tensors(drafter, shape)
     tensors = {"fc.weight": drafter["fc"], **{f"layers.0.{name}": tensor for name, tensor in layer.items()}}
     if not is_sglang:  # vLLM puts "Eagle" before the name, and has a Llama layer for targets of every family
-        return tensors, _config(target, "LlamaForCausalLM")
+        return tensors, _llama_config(target, "LlamaForCausalLM")
     tensors["fc.bias"] = drafter.get("fc_bias", torch.zeros(shape.hidden_size))
     if shape.family != "qwen2":
-        return tensors, _config(target, "LlamaForCausalLMEagle")
+        return tensors, _llama_config(target, "LlamaForCausalLMEagle")
     for name, count in {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}.items():
         tensors[f"layers.0.self_attn.{name}_proj.bias"] = torch.zeros(count * shape.head_dim)
-    config = _config(target, "Qwen2ForCausalLMEagle") | {"model_type": "qwen2", "use_sliding_window": False}
+    config = _llama_config(target, "Qwen2ForCausalLMEagle") | {"model_type": "qwen2", "use_sliding_window": False}
     del config["attention_bias"]  # no key of this family, whose q, k and v always have biases
     return tensors, config
 
 
-def _eagle3(drafter: Mapping[str, Tensor], target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _eagle3_layout(drafter: Mapping[str, Tensor], target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The layout of EAGLE-3 that SGLang and vLLM share."""
     shape = target.shape
-    check_layers(shape, target.name)
+    check_eagle3_layers(shape, target.name)
     ids = drafter[TOKEN_IDS]
     layer = _layer_tensors(drafter, shape)
     layer["hidden_norm.weight"], layer["input_layernorm.weight"] = drafter["hidden_norm"], drafter["input_norm"]
@@ -131,7 +133,7 @@ def _eagle3(drafter: Mapping[str, Tensor], target: Target) -> tuple[dict[str, Te
         "d2t": ids - torch.arange(len(ids)),
         "t2d": torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, ids, True),
     }
-    return tensors, _config(target, "LlamaForCausalLMEagle3") | {"draft_vocab_size": len(ids)}
+    return tensors, _llama_config(target, "LlamaForCausalLMEagle3") | {"draft_vocab_size": len(ids)}
 
 
 def _as_speculators(
@@ -178,7 +180,7 @@ def _layer_tensors(drafter: Mapping[str, Tensor], shape: ModelShape) -> dict[str
     }
 
 
-def _config(target: Target, architecture: str) -> dict[str, Any]:
+def _llama_config(target: Target, architecture: str) -> dict[str, Any]:
     """The config.json of a Llama of one layer, with the target's sizes and rotary embedding."""
     s = target.shape
     scaling = None
@@ -209,7 +211,7 @@ def _config(target: Target, architecture: str) -> dict[str, Any]:
     }
 
 
-def _stored(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _export_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """As the file holds it: floats in the export's type, ids and masks as they are."""
     cast = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
     if cast.is_floating_point() and not torch.isfinite(cast).all():

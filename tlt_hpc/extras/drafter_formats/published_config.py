@@ -39,12 +39,12 @@ class HeadConfig:
     """Tokens that it drafts among, where the file says."""
 
 
-def refused(what: str) -> UserError:
+def refusal_error(what: str) -> UserError:
     """The error that refuses a head: what it has, and the remedy."""
     return UserError(f"{what}; {TAKE_HEAD}")
 
 
-def head_config(config: Mapping[str, Any], target: ModelShape, target_name: str) -> HeadConfig:
+def parse_head_config(config: Mapping[str, Any], target: ModelShape, target_name: str) -> HeadConfig:
     """A head's settings, checked against its target.
 
     Raises:
@@ -54,26 +54,26 @@ def head_config(config: Mapping[str, Any], target: ModelShape, target_name: str)
     kind, layer = config.get("speculators_model_type", "eagle3"), config.get("transformer_layer_config", config)
     nested = config.get("eagle_config") or {}
     if kind != "eagle3":
-        raise refused(f"speculators_model_type = {kind!r:.80} is not supported, only 'eagle3'")
+        raise refusal_error(f"speculators_model_type = {kind!r:.80} is not supported, only 'eagle3'")
     if not isinstance(layer, dict) or not isinstance(nested, dict):
-        raise refused("transformer_layer_config or eagle_config of its config.json is no object")
+        raise refusal_error("transformer_layer_config or eagle_config of its config.json is no object")
     settings = {**_DEFAULTS, **layer}
     if (number := settings["num_hidden_layers"]) != 1:
-        raise refused(f"num_hidden_layers = {number!r:.80}, and a drafter has one layer")
+        raise refusal_error(f"num_hidden_layers = {number!r:.80}, and a drafter has one layer")
     _refuse_switches({**settings, **nested, **config})
     try:
         shape = shape_from(settings, "config.json")
     except UserError as error:
-        raise refused(error.fact) from None
+        raise refusal_error(error.message_without_remedy) from None
     plain = replace(shape, activation="silu", norm_offset=0.0, output_norms=False, embedding_scale=1.0, query_gain=1.0)
     if plain != shape or any(shape.windows) or shape.num_experts:
-        raise refused(f"model_type = {shape.family!r:.80} with layers that a drafter here does not have")
-    _check_target(shape, target, f"{origin_of(config)}, and the target is {target_name}")
+        raise refusal_error(f"model_type = {shape.family!r:.80} with layers that a drafter here does not have")
+    _check_target(shape, target, f"{head_target_text(config)}, and the target is {target_name}")
     _check_features(config, nested, target)
     return HeadConfig(shape, _norm_before_residual(config), config.get("draft_vocab_size"))
 
 
-def origin_of(config: Mapping[str, Any]) -> str:
+def head_target_text(config: Mapping[str, Any]) -> str:
     """The words of an error on which target a head was trained for, as far as its config.json says."""
     recorded = config.get("speculators_config")
     verifier = recorded.get("verifier") if isinstance(recorded, dict) else None
@@ -89,7 +89,7 @@ def _refuse_switches(settings: Mapping[str, Any]) -> None:
     if "sliding_attention" in str(settings.get("layer_types")):
         changed.append("layer_types")
     if changed:
-        raise refused(f"{changed[0]} = {settings[changed[0]]!r:.80} is not supported")
+        raise refusal_error(f"{changed[0]} = {settings[changed[0]]!r:.80} is not supported")
 
 
 def _check_target(shape: ModelShape, target: ModelShape, pair: str) -> None:
@@ -103,7 +103,7 @@ def _check_target(shape: ModelShape, target: ModelShape, pair: str) -> None:
     }
     for name, (own, wanted) in sizes.items():
         if own != wanted:
-            raise refused(f"{name} = {own}, and the target's is {wanted}: {pair}")
+            raise refusal_error(f"{name} = {own}, and the target's is {wanted}: {pair}")
 
 
 def _check_features(config: Mapping[str, Any], nested: Mapping[str, Any], target: ModelShape) -> None:
@@ -116,12 +116,12 @@ def _check_features(config: Mapping[str, Any], nested: Mapping[str, Any], target
         ids, ours = place.get(_LAYER_IDS), [layer - shift for layer in feature_layers(target.num_layers)]
         if ids is not None and ids != ours:
             verb = "leave" if shift else "enter"
-            raise refused(f"{name} = {ids!r:.80}, and the features of a drafter here {verb} the layers {ours}")
+            raise refusal_error(f"{name} = {ids!r:.80}, and the features of a drafter here {verb} the layers {ours}")
 
 
 def _norm_before_residual(config: Mapping[str, Any]) -> bool:
     """Whether the layer adds to the normed state; where the key is missing vLLM and speculators differ."""
     found = config.get("norm_before_residual", None if "speculators_model_type" in config else False)
     if not isinstance(found, bool):
-        raise refused(f"norm_before_residual = {found!r:.80} is neither true nor false")
+        raise refusal_error(f"norm_before_residual = {found!r:.80} is neither true nor false")
     return found

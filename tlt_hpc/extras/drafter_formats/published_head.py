@@ -16,8 +16,13 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tlt_hpc.config import UserError
-from tlt_hpc.extras.drafter_formats.published_config import HeadConfig, head_config, origin_of, refused
-from tlt_hpc.models.drafter import TOKEN_IDS, layer_between
+from tlt_hpc.extras.drafter_formats.published_config import (
+    HeadConfig,
+    head_target_text,
+    parse_head_config,
+    refusal_error,
+)
+from tlt_hpc.models.drafter import TOKEN_IDS, differing_layer_settings
 from tlt_hpc.models.folder import num_used_tokens
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import load_tokenizer, read_json
@@ -61,26 +66,30 @@ def read_head(folder: Path, model: Path, target: ModelShape, asked: str) -> dict
     """
     try:
         config = read_json(folder / "config.json")
-        with _opened(folder) as stored:
+        with _open_weights(folder) as stored:
             if "fc.weight" not in stored:
                 architectures = config.get("architectures")
-                raise refused(f"it is no EAGLE head: architectures = {architectures!r:.80}, and no tensor 'fc.weight'")
-            head = head_config(config, target, model.name)
-            tensors = _without_padding(_tensors(stored, head), num_used_tokens(load_tokenizer(model), target))
+                raise refusal_error(
+                    f"it is no EAGLE head: architectures = {architectures!r:.80}, and no tensor 'fc.weight'"
+                )
+            head = parse_head_config(config, target, model.name)
+            tensors = _without_padding(_load_head_tensors(stored, head), num_used_tokens(load_tokenizer(model), target))
             if _EMBEDDED in stored:
-                _check_embedding(stored[_EMBEDDED], model, f"{origin_of(config)}, and the target is {model.name}")
-        return tensors | _settings(head, target, tensors)
+                _check_embedding(
+                    stored[_EMBEDDED], model, f"{head_target_text(config)}, and the target is {model.name}"
+                )
+        return tensors | _layer_settings(head, target, tensors)
     except UserError as error:
         raise UserError(f"{asked}: {error}") from None
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[dict[str, Any]]:
+def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
     """What can be sliced into a tensor, by name: without ``model.``, and the layer's as ``layers.0.``."""
     with ExitStack() as files:
         found = dict[str, Any]()
         if (file := folder / TORCH_FILE).is_file() and not any(folder.glob("*.safetensors")):
-            found = _torch_file(file)
+            found = _load_torch_file(file)
         else:
             for file in weight_files(folder):
                 reader = files.enter_context(open_safetensors(file, UNREADABLE))
@@ -88,7 +97,7 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
         yield {name.removeprefix("model.").replace("midlayer.", _LAYER): tensor for name, tensor in found.items()}
 
 
-def _torch_file(file: Path) -> dict[str, Any]:
+def _load_torch_file(file: Path) -> dict[str, Any]:
     try:
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of a damaged file, one in the old format, or one that asks for code to be run
@@ -99,20 +108,20 @@ def _torch_file(file: Path) -> dict[str, Any]:
     return found
 
 
-def _tensors(stored: Mapping[str, Any], head: HeadConfig) -> dict[str, Tensor]:
+def _load_head_tensors(stored: Mapping[str, Any], head: HeadConfig) -> dict[str, Tensor]:
     """A head's weights under their names here, and its vocabulary."""
     sizes = {name: tuple(x.shape if isinstance(x, Tensor) else x.get_shape()) for name, x in stored.items()}
     width = head.shape.hidden_size
     is_eagle3 = sizes["fc.weight"] == (width, 3 * width)
     parts = _EAGLE3 if is_eagle3 else _EAGLE
     if not is_eagle3 and sizes["fc.weight"] != (width, 2 * width):
-        raise refused(f"'fc.weight' has shape {list(sizes['fc.weight'])}, which neither EAGLE nor EAGLE-3 has")
+        raise refusal_error(f"'fc.weight' has shape {list(sizes['fc.weight'])}, which neither EAGLE nor EAGLE-3 has")
     _check_names(stored, sizes, parts)
-    for name, size in _wanted(head, sizes, parts).items():
+    for name, size in _expected_sizes(head, sizes, parts).items():
         if sizes.get(name, size) != size:
-            raise refused(f"{name!r} has shape {list(sizes[name])}, its config.json asks for {list(size)}")
+            raise refusal_error(f"{name!r} has shape {list(sizes[name])}, its config.json asks for {list(size)}")
         if name in stored and (dtype := stored[name][:1].dtype) not in _DTYPES:
-            raise refused(f"{name!r} is stored as {dtype}, which is not supported")
+            raise refusal_error(f"{name!r} is stored as {dtype}, which is not supported")
     tensors = {f"{part}.weight": torch.cat([stored[f"{name}.weight"][:] for name in parts[part]]) for part in parts}
     if is_eagle3:
         tensors[TOKEN_IDS] = _token_ids(stored, len(tensors["head.weight"]), head.shape.vocab_size)
@@ -120,7 +129,7 @@ def _tensors(stored: Mapping[str, Any], head: HeadConfig) -> dict[str, Tensor]:
         tensors["fc_bias.weight"] = stored["fc.bias"][:]
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise refused(f"{name.removesuffix('.weight')!r} holds values that are no numbers")
+            raise refusal_error(f"{name.removesuffix('.weight')!r} holds values that are no numbers")
     return tensors
 
 
@@ -130,19 +139,19 @@ def _check_names(
     """Refuse missing tensors, unknown ones, and biases that are not zero."""
     names, is_eagle3 = {f"{name}.weight" for part in parts.values() for name in part}, parts is _EAGLE3
     if missing := sorted(names - stored.keys()):
-        raise refused(f"it has no tensor {missing[0]!r}")
+        raise refusal_error(f"it has no tensor {missing[0]!r}")
     rows = {name for name in stored if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in names}
     rows |= {"d2t", "t2d"} & stored.keys() if is_eagle3 else set()
     if unknown := sorted(stored.keys() - names - rows - _IGNORED - {_EMBEDDED}):
-        raise refused(f"it has a tensor {unknown[0]!r}, and its layer here none of that name")
+        raise refusal_error(f"it has a tensor {unknown[0]!r}, and its layer here none of that name")
     for name in sorted(rows):
         if len(sizes[name]) != 1:
-            raise refused(f"{name!r} has shape {list(sizes[name])}, and it must be a row")
+            raise refusal_error(f"{name!r} has shape {list(sizes[name])}, and it must be a row")
         if name.endswith(".bias") and (is_eagle3 or name != "fc.bias") and stored[name][:].any():
-            raise refused(f"{name!r} is not zero, and its layer here has no such bias")
+            raise refusal_error(f"{name!r} is not zero, and its layer here has no such bias")
 
 
-def _wanted(
+def _expected_sizes(
     head: HeadConfig, sizes: Mapping[str, tuple[int, ...]], parts: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """The sizes of a head's weights, by its config.json; where that does not say how many tokens it drafts, any."""
@@ -167,17 +176,17 @@ def _token_ids(stored: Mapping[str, Any], num_drafted: int, num_tokens: int) -> 
         UserError: they do not ascend or are none of the target's, or ``t2d`` says otherwise.
     """
     if "d2t" not in stored and num_drafted != num_tokens:
-        raise refused(f"'lm_head.weight' has {num_drafted} rows for {num_tokens} tokens, and no 'd2t' says which")
+        raise refusal_error(f"'lm_head.weight' has {num_drafted} rows for {num_tokens} tokens, and no 'd2t' says which")
     offsets = stored["d2t"][:] if "d2t" in stored else torch.zeros(num_drafted, dtype=torch.int64)
     if len(offsets) != num_drafted or offsets.is_floating_point():
-        raise refused(f"'d2t' has {len(offsets)} of {offsets.dtype}, and 'lm_head.weight' {num_drafted} rows")
+        raise refusal_error(f"'d2t' has {len(offsets)} of {offsets.dtype}, and 'lm_head.weight' {num_drafted} rows")
     ids: Tensor = torch.arange(num_drafted) + offsets.long()
     if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= num_tokens or not bool((ids.diff() > 0).all()):
-        raise refused(f"'d2t' does not lead to ascending ids of the target's {num_tokens} tokens")
+        raise refusal_error(f"'d2t' does not lead to ascending ids of the target's {num_tokens} tokens")
     if "t2d" in stored:
         drafted = stored["t2d"][:]
         if len(drafted) != num_tokens or not torch.equal(drafted.nonzero().flatten(), ids):
-            raise refused("'t2d' does not name the tokens that 'd2t' leads to")
+            raise refusal_error("'t2d' does not name the tokens that 'd2t' leads to")
     return ids
 
 
@@ -189,17 +198,17 @@ def _without_padding(tensors: dict[str, Tensor], num_used: int) -> dict[str, Ten
     return tensors | {name: tensors[name][has_token] for name in ("head.weight", TOKEN_IDS)}
 
 
-def _settings(head: HeadConfig, target: ModelShape, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _layer_settings(head: HeadConfig, target: ModelShape, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """How its layer differs from the target's, as it is stored."""
     switches = {
         "norm_before_residual": TOKEN_IDS in tensors and head.norm_before_residual,
         "fc_bias": "fc_bias.weight" in tensors,
     }
     try:
-        return layer_between(target, head.shape, **switches).stored()
+        return differing_layer_settings(target, head.shape, **switches).to_tensors()
     except ValidationError as error:
         first = error.errors()[0]
-        raise refused(f"{'.'.join(map(str, first['loc']))} = {first['input']!r:.80}: {first['msg']}") from None
+        raise refusal_error(f"{'.'.join(map(str, first['loc']))} = {first['input']!r:.80}: {first['msg']}") from None
 
 
 def _check_embedding(own: Any, model: Path, pair: str) -> None:
@@ -213,4 +222,4 @@ def _check_embedding(own: Any, model: Path, pair: str) -> None:
             mine, theirs = own[row : row + 1], targets[row : row + 1]
             # once more rounded, where the head was stored in another precision than its target
             if not torch.allclose(theirs.to(mine.dtype).float(), mine.float(), rtol=2**-7, atol=1e-6):
-                raise refused(f"row {row} of 'embed_tokens.weight' is not the target's: {pair}")
+                raise refusal_error(f"row {row} of 'embed_tokens.weight' is not the target's: {pair}")

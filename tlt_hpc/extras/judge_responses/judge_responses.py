@@ -10,19 +10,19 @@ from contextlib import closing, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.common.printable import one_line
-from tlt_hpc.common.words import count
 from tlt_hpc.config import RewardSection, UserError, load_config
 from tlt_hpc.data.rows import RowError
 from tlt_hpc.extras.judge_responses.responses import Given, GivenResponses
 from tlt_hpc.extras.judge_responses.verdicts import Judged, Summary, print_rows, print_summary
-from tlt_hpc.plan.plan_options import at_least_zero
+from tlt_hpc.plan.plan_options import parse_non_negative_integer
 from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.client import RewardClient
 from tlt_hpc.rewards.functions import check_functions
 from tlt_hpc.rewards.judge import judge, needs_server
 from tlt_hpc.rewards.scorer import Judge
-from tlt_hpc.storage.folder import GIVE_OUTPUT, WriteError, writing_beside
+from tlt_hpc.storage.folder import GIVE_OUTPUT, WriteError, atomic_write
 
 _BATCH = 256
 """Responses that are in memory at a time."""
@@ -39,7 +39,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
     words = "column of the expected reward, or true for right (default: expected, reward, score or label)"
     add("--expected", default="", metavar="COLUMN", help=words)
     add(
-        "--rows", type=at_least_zero, default=20, metavar="N", help="show the first N (default 20); the sums are of all"
+        "--rows",
+        type=parse_non_negative_integer,
+        default=20,
+        metavar="N",
+        help="show the first N (default 20); the sums are of all",
     )
     add("--wrong", action="store_true", help="show only responses that are not right")
     add("--output", type=Path, metavar="FILE.jsonl", help="write all verdicts there as well, a line each")
@@ -59,32 +63,32 @@ def run(options: argparse.Namespace) -> int:
     if options.output and options.output.is_dir():
         raise UserError(f"cannot write {options.output}: it is a folder; {GIVE_OUTPUT}")
     if sys.stderr.isatty():
-        print(f"judging {count(len(given.rows), 'row')}", file=sys.stderr, flush=True)
+        print(f"judging {format_count(len(given.rows), 'row')}", file=sys.stderr, flush=True)
     summary, shown = Summary(), list[Judged]()
-    with _writing(options.output) as write:
+    with _open_output(options.output) as write:
         for each in judge_all(config.reward, given):
             summary.add(each)
             if isinstance(each, RowError):
                 continue
-            write(json.dumps(each.record(), ensure_ascii=False) + "\n")
+            write(json.dumps(each.to_record(), ensure_ascii=False) + "\n")
             if len(shown) < options.rows and not (options.wrong and each.is_right):
                 shown.append(each)
     print_rows(shown, options.file)
     print_summary(summary, options.file)
     if ignored := given.not_compared:
         verb = "expects" if len(ignored) == 1 else "expect"
-        print(f"{count(len(ignored), 'row')} {verb} nothing that can be compared ({one_line(ignored[0])})")
+        print(f"{format_count(len(ignored), 'row')} {verb} nothing that can be compared ({one_line(ignored[0])})")
     return int(summary.has_trouble)
 
 
 @contextmanager
-def _writing(path: Path | None) -> Iterator[Callable[[str], object]]:
+def _open_output(path: Path | None) -> Iterator[Callable[[str], object]]:
     """Yield a function that writes to the file, which appears once all is written; without a file it does nothing."""
     if path is None:
         yield lambda _: None
         return
     try:
-        with writing_beside(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace") as output:
+        with atomic_write(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace") as output:
             yield output.write
     except WriteError as error:
         raise UserError(f"{error.fact}; {GIVE_OUTPUT}") from None
@@ -109,13 +113,13 @@ def _judge_batch(rules: Judge, batch: list[Given | RowError]) -> list[Judged | R
     for place, each in enumerate(batch):
         if isinstance(each, RowError):
             continue
-        answer = rules.answer(each.prompt, each.text, each.is_finished)
+        answer = rules.make_answer(each.prompt, each.text, each.is_finished)
         if rules.client and rules.needs_worker(each.prompt):
             numbers[place] = rules.client.submit(answer)
         else:
             verdicts[place] = judge(answer, rules.settings)
     if rules.client:
-        found = rules.client.wait(numbers.values())
+        found = rules.client.wait_for_verdicts(numbers.values())
         verdicts |= {place: found[number] for place, number in numbers.items()}
     return [
         each if isinstance(each, RowError) else Judged(each, rules.kind_of(each.prompt), verdicts[place])

@@ -66,7 +66,7 @@ class GivenResponses:
         """Every response in order; for a row that cannot be used, what is wrong with it."""
         for index in range(len(self.rows)):
             try:
-                yield from self._of_row(self.rows[index], self.rows.where(index))
+                yield from self._parse_row(self.rows[index], self.rows.row_location(index))
             except RowError as error:
                 yield error
 
@@ -80,7 +80,7 @@ class GivenResponses:
                 has_rows = True
         return has_rows
 
-    def _of_row(self, row: Row, where: str) -> list[Given]:
+    def _parse_row(self, row: Row, where: str) -> list[Given]:
         data = self._data.model_copy(update={"prompt_key": "prompt"})
         shown = next((text for name in self._prompts if isinstance(text := value_at(row, name), str)), "")
         answer_of_row(row, self._data, where)  # before the row has a prompt, which a message would say that it has

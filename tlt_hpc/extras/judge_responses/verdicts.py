@@ -10,13 +10,13 @@ from typing import Any
 
 from rich.table import Table
 
-from tlt_hpc.common.console import make_console, print_broken
-from tlt_hpc.common.words import count
+from tlt_hpc.common.console import make_console, print_row_errors
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.config.data_sections import ANSWER, part_name
 from tlt_hpc.data.rows import RowError
 from tlt_hpc.extras.judge_responses.responses import Given
 from tlt_hpc.rewards.answer import Verdict
-from tlt_hpc.rewards.judge import is_judged
+from tlt_hpc.rewards.judge import failure_is_judgement
 from tlt_hpc.rewards.scorer import Unjudged
 
 _CELL, _WHY, _END = 40, 120, 300
@@ -35,7 +35,7 @@ class Judged:
     @property
     def is_judged(self) -> bool:
         """True if the reward comes from the answer, and not from a failure to judge it."""
-        return is_judged(self.kind, self.verdict.failure)
+        return failure_is_judgement(self.kind, self.verdict.failure)
 
     @property
     def answer(self) -> float:
@@ -48,12 +48,12 @@ class Judged:
         return self.is_judged and self.answer >= 1
 
     @property
-    def word(self) -> str:
+    def verdict_word(self) -> str:
         """The verdict as a word: right, wrong or not judged."""
         return "right" if self.is_right else "wrong" if self.is_judged else "not judged"
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """The reason of the verdict, as far as there is one."""
         return ": ".join(filter(None, (self.verdict.failure, self.verdict.detail)))
 
@@ -67,18 +67,18 @@ class Judged:
             math.isclose(expected, found, rel_tol=_SAME, abs_tol=_SAME) for found in (self.verdict.reward, self.answer)
         )
 
-    def record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """The line of ``--output``."""
         return {
             "row": self.given.where,
             "data_source": self.given.prompt.source,
             "kind": self.kind,
-            "verdict": self.word,
+            "verdict": self.verdict_word,
             "reward": self.verdict.reward,
             "parts": dict(self.verdict.parts),
             "read": self.verdict.read,
             "truth": self.given.prompt.answer,
-            "why": self.why,
+            "why": self.reason,
             "seconds": self.verdict.seconds,
             "expected": self.given.expected,
         }
@@ -152,12 +152,12 @@ def print_rows(shown: Sequence[Judged], file: str) -> None:
         parts = ", ".join(f"{name} {value:.4g}" for name, value in each.verdict.parts.items())
         table.add_row(
             each.given.where.removeprefix(file).lstrip(": "),
-            each.word,
+            each.verdict_word,
             f"{each.verdict.reward:.4g}",
             _cut(each.verdict.read, _CELL) or "-",
             _cut(each.given.prompt.answer, _CELL),
             *((parts,) if has_parts else ()),
-            _cut(each.why, _WHY),
+            _cut(each.reason, _WHY),
             f"{each.verdict.seconds:.3f}",
             style="" if each.is_right else "yellow" if each.is_judged else "red",
         )
@@ -173,13 +173,16 @@ def print_summary(summary: Summary, file: str) -> None:
         everything = summary.groups["all", ""]
         unjudged = Unjudged(len(everything.rewards), tuple(summary.failures))
         console.print(f"not judged: {unjudged.total:,}, {unjudged.explain()}", style="red", soft_wrap=True)
-    print_broken(console, summary.broken)
+    print_row_errors(console, summary.broken)
     if (first := summary.first_disagreement) is not None:
-        told = f"{summary.num_disagreements:,} of {count(summary.num_expected, 'verdict')} differ from the expected"
+        told = (
+            f"{summary.num_disagreements:,} of {format_count(summary.num_expected, 'verdict')} differ from the expected"
+        )
         console.print(f"{told} one; the first is {first.given.where}:", style="bold", soft_wrap=True)
         rows = {
             "expected": f"{first.given.expected}".lower(),
-            "found": f"{first.word}, reward {first.verdict.reward:.4g}" + (f" ({first.why})" if first.why else ""),
+            "found": f"{first.verdict_word}, reward {first.verdict.reward:.4g}"
+            + (f" ({first.reason})" if first.reason else ""),
             "read": _cut(first.verdict.read, _END) or "-",
             "truth": _cut(first.given.prompt.answer, _END),
             "response": ("... " if len(first.given.text) > _END else "") + first.given.text[-_END:],
@@ -187,7 +190,7 @@ def print_summary(summary: Summary, file: str) -> None:
         for name, text in rows.items():
             console.print(f"  {name:9} " + text.strip().replace("\n", "\n" + 12 * " "), soft_wrap=True)
     elif summary.num_expected:
-        console.print(f"{count(summary.num_expected, 'verdict')} as expected")
+        console.print(f"{format_count(summary.num_expected, 'verdict')} as expected")
 
 
 def _table_of(groups: dict[tuple[str, str], Group]) -> Table:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from tlt_hpc.cluster.request import SlurmRequest, words_of
-from tlt_hpc.common.words import GB, count
+from tlt_hpc.cluster.request import SlurmRequest, sbatch_arguments
+from tlt_hpc.common.formatting import GB, format_count
 from tlt_hpc.config import ConfigError, load_config_or_problems
 from tlt_hpc.extras.preflight import job_checks, mpi, slurm_checks, system_checks
 from tlt_hpc.extras.preflight.planned_job import PlannedJob
-from tlt_hpc.extras.preflight.results import Finding, Level, failure_of, judge, ok
-from tlt_hpc.plan.plan_options import GPU_MEMORY, at_least_one, gpu_gb
+from tlt_hpc.extras.preflight.results import Finding, Level, failure_of, ok, run_check
+from tlt_hpc.plan.plan_options import GPU_MEMORY, parse_gpu_gigabytes, parse_positive_integer
 
 FOUND_FAILURES = 1
 """Exit status if a check failed."""
@@ -40,7 +40,7 @@ CHECKS: dict[str, Callable[[PlannedJob], Finding]] = {
     "run folder": system_checks.check_run_folder,
     "torch": system_checks.check_torch,
     "mpi": mpi.check_launcher,
-    "ranks talk": mpi.check_talk,
+    "ranks talk": mpi.check_rank_communication,
 }
 """Checks by name, in the order of their lines."""
 SLURM_CHECKS: dict[str, Callable[[PlannedJob], Finding]] = {
@@ -60,11 +60,16 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add(
         "--script", type=Path, metavar="X.sh", help="the batch script that will be submitted; checked against Slurm too"
     )
-    add("--nodes", type=at_least_one, metavar="N", help="as it will be given to sbatch (default: the script's, or 1)")
+    add(
+        "--nodes",
+        type=parse_positive_integer,
+        metavar="N",
+        help="as it will be given to sbatch (default: the script's, or 1)",
+    )
     add("--partition", metavar="P", help="the same")
     add("--account", metavar="A", help="the same")
     add("--time", metavar="T", help="the same, e.g. 24:00:00 or 2-00:00:00")
-    add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU of the job: {GPU_MEMORY}")
+    add("--gpu-memory", type=parse_gpu_gigabytes, metavar="GB", help=f"of each GPU of the job: {GPU_MEMORY}")
     add("--fix", action="store_true", help="download the model of --model-id if it does not exist")
     add("--model-id", metavar="OWNER/NAME", help="what --fix downloads to model.path")
 
@@ -76,19 +81,19 @@ def run(options: argparse.Namespace) -> int:
         ValueError: a mistake in the command.
     """
     started, findings = time.monotonic(), list[Finding]()
-    for name, finding in all_results(options):
+    for name, finding in check_job_of_options(options):
         remedy = f"; {finding.remedy}" if finding.remedy else ""
         print(f"{finding.level:<8} {name:<16} {finding.found}{remedy}", flush=True)
         findings.append(finding)
     counts = Counter(finding.level for finding in findings)
-    words = {level: count(counts[level], level) for level in (Level.WARNING, Level.FAILURE)}
+    words = {level: format_count(counts[level], level) for level in (Level.WARNING, Level.FAILURE)}
     numbers = ", ".join(words.get(level, f"{counts[level]} {level}") for level in Level if counts[level])
     end = "the job would fail" if counts[Level.FAILURE] else "nothing stands in the job's way"
     print(f"preflight: {numbers} in {time.monotonic() - started:.1f} s: {end}")
     return FOUND_FAILURES if counts[Level.FAILURE] else 0
 
 
-def all_results(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
+def check_job_of_options(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
     """``check_job`` by the options of the command.
 
     Raises:
@@ -98,7 +103,7 @@ def all_results(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
         raise ConfigError(f"--model-id {options.model_id} says nothing without --fix; give both")
     given = {name: str(value) for name in _TYPED if (value := vars(options)[name]) is not None}
     if given and options.script is None:
-        raise ConfigError(f"{words_of(given)[0]} without --script: give the batch script that asks for it")
+        raise ConfigError(f"{sbatch_arguments(given)[0]} without --script: give the batch script that asks for it")
     request = SlurmRequest.of_script(options.script, given) if options.script else SlurmRequest()
     model_id = (options.model_id or "") if options.fix else None
     return check_job(options.config, options.overrides, request, options.gpu_memory, model_id)
@@ -123,10 +128,10 @@ def check_job(
         raise ConfigError("--gpu-memory for a job on CPUs; give the batch script that asks for GPUs (--script)")
     yield from (("config", failure_of(problem)) for problem in problems)
     if config is not None:
-        yield "config", ok(f"{path}: {count(config.run.num_steps, 'step')} to {config.folder}")
+        yield "config", ok(f"{path}: {format_count(config.run.num_steps, 'step')} to {config.folder}")
         if model_id is not None:
-            yield "fix model", judge(partial(job_checks.get_model, config.model, model_id))
+            yield "fix model", run_check(partial(job_checks.download_missing_model, config.model, model_id))
     for name, check in (CHECKS | (SLURM_CHECKS if job.asks_slurm else {})).items():
-        yield name, judge(partial(check, job))
+        yield name, run_check(partial(check, job))
     if not job.asks_slurm:
         yield "slurm", Finding(Level.SKIPPED, "--script X.sh checks the batch script as well")

@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlt_hpc.common.words import size
+from tlt_hpc.common.formatting import format_bytes
 from tlt_hpc.config import (
     EMBEDDED_MODEL,
     EMBEDDED_TASK,
     ModelSection,
-    check_learns,
     check_ranks,
     check_replicas,
     check_resumable,
+    check_run_can_learn,
     truncation_warning,
 )
 from tlt_hpc.config.data_sections import is_function
@@ -54,7 +54,7 @@ def check_run(job: PlannedJob) -> Finding:
 def check_ranks_fit(job: PlannedJob) -> Finding:
     """The samples and the replicas can be divided over the ranks, one rank a GPU."""
     config, num_ranks = job.config, job.num_ranks
-    check_learns(config)
+    check_run_can_learn(config)
     check_ranks(config, num_ranks)
     # a replica on several nodes would send each pass over the network
     check_replicas(config.rollout, job.ranks_per_node)
@@ -79,7 +79,7 @@ def check_model(job: PlannedJob) -> Finding:
     from tlt_hpc.models.shape import read_shape
     from tlt_hpc.models.tokenizer import find_model, hub_name
     from tlt_hpc.models.weight_files import torch_files, weight_files
-    from tlt_hpc.plan.inputs import check_experts, check_files, check_shape
+    from tlt_hpc.plan.inputs import check_experts, check_shape, check_weights_read_end_tokens
 
     config = job.config
     config.lora.check_installed()
@@ -89,13 +89,13 @@ def check_model(job: PlannedJob) -> Finding:
         absent = failure_of(error)
         return failure(absent.found, f"{absent.remedy}, or add --fix --model-id {hub_name(Path(config.model.path))}")
     shape = read_shape(folder)
-    check_files(folder, shape)
+    check_weights_read_end_tokens(folder, shape)
     check_shape(config, shape, job.num_ranks)
     check_experts(config, shape, "cuda" if job.uses_gpu else "cpu")
     files = torch_files(folder) or list(weight_files(folder))
     num_bytes = sum(path.stat().st_size for path in files)
     return ok(f"{config.model.path}: {shape.family}, {shape.num_parameters / 1e6:,.1f} M parameters, "
-              f"{len(files)} file{'s' * (len(files) != 1)} of weights, {size(num_bytes)}")  # fmt: skip
+              f"{len(files)} file{'s' * (len(files) != 1)} of weights, {format_bytes(num_bytes)}")  # fmt: skip
 
 
 def check_data(job: PlannedJob) -> Finding:
@@ -103,12 +103,12 @@ def check_data(job: PlannedJob) -> Finding:
     from tlt_hpc.data.files import data_files
     from tlt_hpc.data.prompts import open_prompts
     from tlt_hpc.models.tokenizer import load_tokenizer
-    from tlt_hpc.plan.inputs import chat_format, check_prompt
+    from tlt_hpc.plan.inputs import find_unanswerable_reason, read_chat_format_with_stops
 
     data_files(job.config.data)  # a missing one is reported even if the model is missing, too
     tokenizer = load_tokenizer(job.model_folder)
-    chat = chat_format(job.config.rollout, job.model_folder, job.shape, tokenizer)
-    prompts = open_prompts(job.config, tokenizer, chat, partial(check_prompt, job.config.reward, job.shape))
+    chat = read_chat_format_with_stops(job.config.rollout, job.model_folder, job.shape, tokenizer)
+    prompts = open_prompts(job.config, tokenizer, chat, partial(find_unanswerable_reason, job.config.reward, job.shape))
     if prompts.warning:
         return warning(prompts.warning, "see tlt data inspect")
     if job.config.data.source == EMBEDDED_TASK:
@@ -120,12 +120,12 @@ def check_evaluation(job: PlannedJob) -> Finding:
     """The data sets that are evaluated between steps, if there are any."""
     if not job.config.evaluation.every_steps:
         return ok("none between the steps")
-    from tlt_hpc.data.evaluation_sets import warning_of
+    from tlt_hpc.data.evaluation_sets import joined_set_warnings
     from tlt_hpc.models.tokenizer import load_tokenizer
     from tlt_hpc.plan.inputs import open_checked_sets
 
     sets = open_checked_sets(job.config, job.model_folder, job.shape, load_tokenizer(job.model_folder))
-    if said := warning_of(sets):
+    if said := joined_set_warnings(sets):
         return warning(said, "see tlt data inspect with the job's file")
     return ok(f"every {job.config.evaluation.every_steps} steps; its data can be used")
 
@@ -161,14 +161,14 @@ def _try_functions(job: PlannedJob, client: RewardClient) -> Finding | None:
     judge = Judge(job.config.reward, client)
     try:
         tokenizer, chat = load_tokenizer(job.model_folder), read_chat_format(job.model_folder)
-        prompts = open_prompts(job.config, tokenizer, chat).batch(0)
+        prompts = open_prompts(job.config, tokenizer, chat).read_step_prompts(0)
     except (ValueError, Skip):  # the checks of model and data say so
         return None
     prompt = min(prompts, key=lambda prompt: not is_function(judge.kind_of(prompt)))  # for which all are called
     if not is_function(judge.kind_of(prompt)) and not job.config.reward.added_functions:
         return None
-    number, end = client.submit(judge.answer(prompt, "")), time.monotonic() + JUDGE_SECONDS
-    while (verdict := client.take_ready().get(number)) is None:
+    number, end = client.submit(judge.make_answer(prompt, "")), time.monotonic() + JUDGE_SECONDS
+    while (verdict := client.take_ready_verdicts().get(number)) is None:
         if time.monotonic() > end:
             limit = f"make it faster; a run waits up to {job.config.reward.wall_seconds:g} s for a response"
             return warning(f"a reward function took more than {JUDGE_SECONDS:g} s for an empty response", limit)
@@ -208,7 +208,7 @@ def check_trackers(job: PlannedJob) -> Finding:
 # --- what --fix does ---
 
 
-def fetch(model_id: str, folder: Path) -> None:
+def download_model(model_id: str, folder: Path) -> None:
     """Download a model's repository from the hub into a folder; an interrupted download is resumed.
 
     Raises:
@@ -226,7 +226,7 @@ def fetch(model_id: str, folder: Path) -> None:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def get_model(model: ModelSection, model_id: str) -> Finding:
+def download_missing_model(model: ModelSection, model_id: str) -> Finding:
     """Download the model if it is not there."""
     folder = Path(model.path)
     if str(folder) == EMBEDDED_MODEL or (folder / "config.json").is_file():
@@ -234,7 +234,7 @@ def get_model(model: ModelSection, model_id: str) -> Finding:
     if not model_id:
         return warning(f"{folder} does not exist, and no model to download was given", "give --model-id OWNER/NAME")
     try:
-        fetch(model_id, folder)
+        download_model(model_id, folder)
     except (OSError, ValueError) as error:
         return failure(
             f"could not fetch {model_id!r}: {_first_line(error)}",

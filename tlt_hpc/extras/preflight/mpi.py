@@ -15,9 +15,9 @@ from tlt_hpc.cluster.launcher import PYTHON, find_mpiexec, launch_environment
 from tlt_hpc.cluster.slurm import is_task
 from tlt_hpc.config import UserError
 from tlt_hpc.extras.preflight.planned_job import PlannedJob
-from tlt_hpc.extras.preflight.program import ProgramOutput, ask
+from tlt_hpc.extras.preflight.program import ProgramOutput, run_program
 from tlt_hpc.extras.preflight.results import Finding, Skip, failure, failure_of, ok, warning
-from tlt_hpc.extras.preflight.slurm_checks import launch_types
+from tlt_hpc.extras.preflight.slurm_checks import query_mpi_types
 
 LOAD_SECONDS = 60.0
 TALK_SECONDS = 90.0
@@ -40,32 +40,34 @@ def read_library() -> str:
     Raises:
         UserError: mpi4py does not load, or not in time.
     """
-    answer = ask([*PYTHON, _PROBE], LOAD_SECONDS)
+    answer = run_program([*PYTHON, _PROBE], LOAD_SECONDS)
     if answer.status:
         raise UserError(f"mpi4py does not load: {answer.last_line}; {_LOAD_REMEDY}")
-    return str(json.loads(_last(answer))["version"])
+    return str(json.loads(_last_json_line(answer))["version"])
 
 
-def launch_types_of(library: str) -> tuple[str, ...]:
+def fitting_mpi_types(library: str) -> tuple[str, ...]:
     """Values of ``srun --mpi`` that can start a library, the best first; empty if it is not known."""
     usual = next((types for word, types in _FITTING.items() if word in library), ())
     return (*usual, "pmix") if "--with-pmix" in library and "pmix" not in usual else usual
 
 
 def check_launcher(job: PlannedJob) -> Finding:
-    """mpi4py finds a library, and srun can start its ranks; whether mpiexec does, ``check_talk`` tries."""
+    """mpi4py finds a library, and srun can start its ranks; ``check_rank_communication`` tries whether mpiexec does."""
     library = read_library()
     uses_srun = job.asks_slurm and os.environ.get("TLT_LAUNCH") != "mpirun"
     return _check_srun(library) if uses_srun else ok(_first_line(library))
 
 
-def check_talk(job: PlannedJob) -> Finding:
+def check_rank_communication(job: PlannedJob) -> Finding:
     """Two ranks, or in an allocation one on each node, find each other, with the thread level that a run needs."""
     in_step, in_job = is_task(os.environ), job.asks_slurm and "SLURM_JOB_ID" in os.environ
     if in_job or (in_step and shutil.which("srun")):
         srun = ["srun", f"--mpi={_srun_mpi(read_library())}", "--overlap", "--overcommit"]
         nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
-        return _talk([*srun, "--kill-on-bad-exit=1", f"--ntasks-per-node={1 if nodes > 1 else 2}"], nodes)
+        return _run_communication_probe(
+            [*srun, "--kill-on-bad-exit=1", f"--ntasks-per-node={1 if nodes > 1 else 2}"], nodes
+        )
     try:
         mpiexec = find_mpiexec()
     except ValueError as error:
@@ -76,14 +78,14 @@ def check_talk(job: PlannedJob) -> Finding:
                 "there is no mpiexec here; inside an allocation (salloc --nodes=2) preflight tries srun"
             ) from None
         return failure_of(error)
-    found = _talk([mpiexec], 1)
+    found = _run_communication_probe([mpiexec], 1)
     if job.asks_slurm and found.level == "failure":  # login nodes often forbid it, and the job uses srun
         return warning(found.found, "run preflight inside an allocation, where it tries srun: salloc --nodes=2")
     return found
 
 
 def _check_srun(library: str) -> Finding:
-    asked, known, fitting = _srun_mpi(library), launch_types(), launch_types_of(library)
+    asked, known, fitting = _srun_mpi(library), query_mpi_types(), fitting_mpi_types(library)
     if not known:
         return failure("`srun --mpi=list` names no kind of MPI", "call this on a login node, where Slurm answers")
     if asked not in known:
@@ -101,7 +103,7 @@ def _check_srun(library: str) -> Finding:
 
 def _srun_mpi(library: str) -> str:
     """As the user says, or what fits the library; sbatch/env.sh chooses alike."""
-    asked = os.environ.get("TLT_SRUN_MPI") or next(iter(launch_types_of(library)), "")
+    asked = os.environ.get("TLT_SRUN_MPI") or next(iter(fitting_mpi_types(library)), "")
     if not asked:
         raise Skip(f"it is not known how srun starts {_first_line(library)}; set TLT_SRUN_MPI, see srun --mpi=list")
     return asked
@@ -111,18 +113,18 @@ def _first_line(library: str) -> str:
     return " ".join(library.split("\n")[0].split())
 
 
-def _talk(launcher: list[str], num_nodes: int) -> Finding:
+def _run_communication_probe(launcher: list[str], num_nodes: int) -> Finding:
     num_ranks = max(2, num_nodes)
     command = [*launcher, "-n", str(num_ranks), *PYTHON, "mpi4py", "-m", _PROBE, "--talk"]
-    answer = ask(command, TALK_SECONDS, launch_environment(num_ranks, os.environ))
+    answer = run_program(command, TALK_SECONDS, launch_environment(num_ranks, os.environ))
     if answer.status:
         return failure(f"{num_ranks} ranks do not talk: {_cause(answer)}", f"try by hand: {' '.join(command)}")
-    hosts: list[str] = json.loads(_last(answer))["hosts"]
+    hosts: list[str] = json.loads(_last_json_line(answer))["hosts"]
     where = f"{num_nodes} nodes ({', '.join(hosts)})" if num_nodes > 1 else "this machine"
     return ok(f"{num_ranks} ranks on {where}, by {shutil.which(launcher[0]) or launcher[0]}")
 
 
-def _last(answer: ProgramOutput) -> str:
+def _last_json_line(answer: ProgramOutput) -> str:
     """The last line of JSON; a site's library may print others."""
     return next(line for line in reversed(answer.out.splitlines()) if line.startswith("{"))
 

@@ -37,7 +37,7 @@ class NoAnswer(UserError):  # noqa: N818
     """A program did not end in time and was killed, or could not be started."""
 
 
-def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> ProgramOutput:
+def run_program(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> ProgramOutput:
     """Run a program and return its output.
 
     Raises:

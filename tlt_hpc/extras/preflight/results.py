@@ -44,7 +44,7 @@ def failure(found: str, remedy: str) -> Finding:
     return Finding(Level.FAILURE, found, remedy)
 
 
-def judge(check: Callable[[], Finding]) -> Finding:
+def run_check(check: Callable[[], Finding]) -> Finding:
     """Run a check; a user's mistake, a refusal by the system and a missing package become its finding.
 
     A programmer's mistake still ends the command.
@@ -54,18 +54,18 @@ def judge(check: Callable[[], Finding]) -> Finding:
     except Skip as reason:
         return Finding(Level.SKIPPED, str(reason))
     except ImportError as error:
-        return failure(f"cannot import what it needs: {_line(error)}", _NO_PACKAGE)
+        return failure(f"cannot import what it needs: {_error_line(error)}", _NO_PACKAGE)
     except ValueError as error:
         return failure_of(error)
     except OSError as error:
-        return failure(_line(error), _REMEDY_OF_ANY)
+        return failure(_error_line(error), _REMEDY_OF_ANY)
 
 
 def failure_of(error: ValueError) -> Finding:
     """Splits this project's error messages: the problem is before the last semicolon, the remedy after it."""
-    found, separator, remedy = _line(error).rpartition("; ")
+    found, separator, remedy = _error_line(error).rpartition("; ")
     return failure(found, remedy) if separator else failure(remedy, _REMEDY_OF_ANY)
 
 
-def _line(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__

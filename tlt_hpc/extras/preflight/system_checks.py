@@ -17,8 +17,8 @@ from typing import TypeVar
 
 from tlt_hpc.cluster.slurm import SlurmError
 from tlt_hpc.cluster.topology import System
+from tlt_hpc.common.formatting import format_bytes
 from tlt_hpc.common.host_memory import available_bytes
-from tlt_hpc.common.words import size
 from tlt_hpc.extras.preflight import slurm_checks
 from tlt_hpc.extras.preflight.planned_job import PlannedJob
 from tlt_hpc.extras.preflight.results import Finding, Skip, failure, ok, warning
@@ -34,7 +34,7 @@ _MAKE_ROOM = "make room there, set run.folder to another place, or lower checkpo
 def check_memory(job: PlannedJob) -> Finding:
     """The peak of each GPU and of each node's host memory, as ``tlt plan`` predicts them."""
     from tlt_hpc.plan.memory.plan import HERE, MemoryLimits
-    from tlt_hpc.plan.memory.summary import savings_advice, verdict
+    from tlt_hpc.plan.memory.summary import describe_fit, savings_advice
 
     plan, asked = job.plan, (job.request.memory_mb or 0) * _MB
     if job.asks_slurm:
@@ -46,20 +46,22 @@ def check_memory(job: PlannedJob) -> Finding:
     if not job.asks_slurm:
         nodes = replace(nodes, host_is=HERE)
     limits = replace(nodes, host=asked, host_is="what --mem asks for on each node") if asked else nodes
-    said = verdict(plan, limits)
+    said = describe_fit(plan, limits)
     more = f"ask Slurm for --mem={math.ceil(plan.node_bytes / 2**30)}G or more (--mem=0: all of a node)"
     if asked and sizes and asked > sizes[-1]:
-        what = f"--mem asks for {size(asked)} of a node, and the partition's largest has {size(sizes[-1])}"
+        what = (
+            f"--mem asks for {format_bytes(asked)} of a node, and the partition's largest has {format_bytes(sizes[-1])}"
+        )
         return failure(what, "ask Slurm for less, or for another partition")
-    if not limits.hold(plan):
-        if asked and nodes.hold(plan):
+    if not limits.plan_fits(plan):
+        if asked and nodes.plan_fits(plan):
             return failure(said.rstrip("."), more)
         remedy = savings_advice(plan, nodes)
         return failure(said.rstrip("."), f"{remedy[0].lower()}{remedy[1:]} See tlt plan")
     if job.asks_slurm and job.request.memory_mb is None:
         default, megabytes = _if_slurm_answers(slurm_checks.default_memory, job, ("", 0))
         if default and megabytes * _MB < plan.node_bytes:
-            gets = f"gets {size(megabytes * _MB)} of a node ({default})"
+            gets = f"gets {format_bytes(megabytes * _MB)} of a node ({default})"
             return warning(f"{said} But without --mem the job {gets}: Slurm may end it", more)
     if job.uses_gpu and limits.device is None:
         return warning(f"{said} How much a GPU has is not known here", "give --gpu-memory GB")
@@ -97,9 +99,10 @@ def check_disk(job: PlannedJob) -> Finding:
     sure, most = max(0, sure - there), max(0, sum(disk.values()) - there)
     saves = config.checkpoint.keep + 1 + (3 if "the drafter's between them" in disk else 0)
     files = config.run.num_steps * (ranks + 1) + 3 * ranks * (saves + 1)
-    found, place = os.statvfs(folder), System().mount(folder).point
+    found, place = os.statvfs(folder), System().find_mount(folder).point
     free = found.f_bavail * found.f_frsize
-    words = f"{size(free)} free of {place}, the run writes {size(sure)} to {size(most)} in about {files:,} files"
+    writes = f"{format_bytes(sure)} to {format_bytes(most)} in about {files:,} files"
+    words = f"{format_bytes(free)} free of {place}, the run writes {writes}"
     if free < sure:
         return failure(words, _MAKE_ROOM)
     if found.f_files and found.f_favail < files:  # some file systems do not count
@@ -112,7 +115,7 @@ def check_disk(job: PlannedJob) -> Finding:
 def check_run_folder(job: PlannedJob) -> Finding:
     """An HDF5 file can be written, synced, renamed and read back in the run's folder; all nodes will see it."""
     folder = _nearest_folder(job.config.folder)
-    mount, started = System().mount(folder), time.perf_counter()
+    mount, started = System().find_mount(folder), time.perf_counter()
     place = f"{folder} ({mount.kind})"
     try:
         _write_and_read(folder)
@@ -137,12 +140,12 @@ def _write_and_read(folder: Path) -> None:
     """
     import numpy as np
 
-    from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, put_array, replacing
+    from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, put_array, replacing_file
 
     values, kind = np.arange(_MB // 8), FileKind("preflight trial", 1, "remove it")
     with tempfile.TemporaryDirectory(prefix=".tlt-preflight-", dir=folder) as trial:
         file = Path(trial) / "trial.h5"
-        with replacing(file, kind, 1) as root:
+        with replacing_file(file, kind, 1) as root:
             put_array(root, "values", values)
         with CommittedFile(file, kind) as written:
             if not np.array_equal(written.read_array("values"), values):

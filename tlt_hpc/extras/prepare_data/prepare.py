@@ -115,7 +115,7 @@ class Prepared:
         return sum(question.num_rows for question in self.conflicts)
 
 
-def prepare(rows: Rows, known: KnownSet) -> Prepared:
+def collect_questions(rows: Rows, known: KnownSet) -> Prepared:
     """Read every row.
 
     Raises:
@@ -134,7 +134,7 @@ def prepare(rows: Rows, known: KnownSet) -> Prepared:
         key = " ".join(text.split())
         question = questions.get(key)
         if question is None:
-            _check_text(text + answer, rows.where(index))
+            _check_text(text + answer, rows.row_location(index))
             question = questions[key] = Question(text, answer, index)
         question.num_rows += 1
         if question.other is None and answer != question.answer:

@@ -8,12 +8,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from tlt_hpc.common.words import count
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.config import ConfigError, UserError
-from tlt_hpc.data.files import ARGUMENT, KNOWN, KnownSet, config_of, open_rows
+from tlt_hpc.data.files import ARGUMENT, KNOWN, KnownSet, config_for_data, open_rows
 from tlt_hpc.data.rows import Rows, digest_of
-from tlt_hpc.extras.prepare_data.prepare import ColumnError, Prepared, prepare, to_jsonl, top_columns
-from tlt_hpc.storage.folder import WriteError, writing_beside
+from tlt_hpc.extras.prepare_data.prepare import ColumnError, Prepared, collect_questions, to_jsonl, top_columns
+from tlt_hpc.storage.folder import WriteError, atomic_write
 
 _SHOWN_CONFLICTS = 5
 _SHOWN_CHARACTERS = 40
@@ -38,14 +38,14 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"--output {output}: a job reads JSON lines; give a name that ends in .jsonl")
     files = options.files
     print(f"reading {files[0] if len(files) == 1 else f'{len(files)} files and folders'}", flush=True)
-    rows = _open(files, known, top_columns(known))
-    print(f"{count(len(rows), 'row')}", flush=True)
+    rows = _open_rows(files, known, top_columns(known))
+    print(f"{format_count(len(rows), 'row')}", flush=True)
     try:
-        prepared = prepare(rows, known)
+        prepared = collect_questions(rows, known)
     except ColumnError as error:
-        found = sorted(_open(files, known, frozenset())[error.index])  # all columns, not just those wanted
+        found = sorted(_open_rows(files, known, frozenset())[error.index])  # all columns, not just those wanted
         raise UserError(
-            f"{rows.where(error.index)} has the columns {', '.join(found) or '(none)'}, and {known.name!r} has "
+            f"{rows.row_location(error.index)} has the columns {', '.join(found) or '(none)'}, and {known.name!r} has "
             f"{known.question}, {known.answer}; give files of {known.repository}, or another NAME"
         ) from None
     content = to_jsonl(prepared, known)
@@ -57,18 +57,18 @@ def run(options: argparse.Namespace) -> None:
     print(f"for the job: data.source={shlex.quote(str(output))}")
 
 
-def _open(files: Sequence[str], known: KnownSet, wanted: frozenset[str]) -> Rows:
-    download = f"on the login node: {known.download}"
+def _open_rows(files: Sequence[str], known: KnownSet, wanted: frozenset[str]) -> Rows:
+    download = f"on the login node: {known.download_command}"
     if not all(files):
         raise UserError("FILE = '' names no file", download)
     try:
-        return open_rows(config_of(files).data, wanted, ARGUMENT)
+        return open_rows(config_for_data(files).data, wanted, ARGUMENT)
     except ConfigError as error:
-        raise UserError(error.fact, download) from None
+        raise UserError(error.message_without_remedy, download) from None
 
 
 def _print_counts(prepared: Prepared, rows: Rows) -> None:
-    questions = f" (rows of {count(len(prepared.conflicts), 'question')} with several answers)"
+    questions = f" (rows of {format_count(len(prepared.conflicts), 'question')} with several answers)"
     for name, number, note in (
         ("rows read", prepared.num_rows, ""),
         ("duplicates", prepared.num_duplicates, ""),
@@ -80,11 +80,11 @@ def _print_counts(prepared: Prepared, rows: Rows) -> None:
     for each in prepared.conflicts[:_SHOWN_CONFLICTS]:
         assert each.other is not None
         print(
-            f"left out: {rows.where(each.first)} has the answer {each.answer[:_SHOWN_CHARACTERS]!r}, "
-            f"{rows.where(each.other)} for the same question {each.other_answer[:_SHOWN_CHARACTERS]!r}"
+            f"left out: {rows.row_location(each.first)} has the answer {each.answer[:_SHOWN_CHARACTERS]!r}, "
+            f"{rows.row_location(each.other)} for the same question {each.other_answer[:_SHOWN_CHARACTERS]!r}"
         )
     if len(prepared.conflicts) > _SHOWN_CONFLICTS:
-        print(f"... and {count(len(prepared.conflicts) - _SHOWN_CONFLICTS, 'more such question')}")
+        print(f"... and {format_count(len(prepared.conflicts) - _SHOWN_CONFLICTS, 'more such question')}")
 
 
 def _write(output: Path, content: bytes) -> bool:
@@ -102,7 +102,7 @@ def _write(output: Path, content: bytes) -> bool:
             "reads it would not resume: give another --output, or remove it"
         )
     try:
-        with writing_beside(output) as part:
+        with atomic_write(output) as part:
             part.write_bytes(content)
     except WriteError as error:
         raise UserError(f"{error.fact}; make room there or give another --output") from None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_hpc.cluster.launcher import launched_rank
-from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.cluster.watch.rank_progress import BEAT, Phase
 
 VARIABLE = "TLT_REHEARSAL"
 """In the ranks' environment: ``FAULT:RANK:FOLDER``, the folder for marks."""
@@ -28,27 +28,32 @@ DISK_BYTES = 65536
 _POLL_SECONDS = 5e-3
 
 
-def kill() -> None:
+def kill_process() -> None:
     """End this process as the system does for lack of memory, or a lost node."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang() -> None:
+def hang_process() -> None:
     """Stop all threads, as in a call of a driver that does not return: what is called holds the interpreter."""
     ctypes.PyDLL(None).pause()
 
 
-def fill_disk() -> None:
+def limit_file_size() -> None:
     """Have the system refuse whatever makes a file large: a quota that needs no administrator."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def reach_limit() -> None:
+def send_limit_signal() -> None:
     """Send this process the signal that Slurm sends before the end of an allocation."""
     os.kill(os.getpid(), signal.SIGUSR2)
 
 
-FAULTS: Mapping[str, Callable[[], None]] = {"kill": kill, "hang": hang, "disk": fill_disk, "limit": reach_limit}
+FAULTS: Mapping[str, Callable[[], None]] = {
+    "kill": kill_process,
+    "hang": hang_process,
+    "disk": limit_file_size,
+    "limit": send_limit_signal,
+}
 
 
 @dataclass(frozen=True)
@@ -63,25 +68,25 @@ class Order:
         return f"{self.fault}:{self.rank}:{self.folder}"
 
     @classmethod
-    def read(cls, text: str) -> Order:
+    def parse(cls, text: str) -> Order:
         """The inverse of ``str``."""
         fault, rank, folder = text.split(":", 2)
         return cls(fault, int(rank), Path(folder))
 
 
-def inject(order: Order) -> None:
+def inject_fault_or_exit(order: Order) -> None:
     """Mark the first round of the first rollout; strike in the middle of the next step's rollout.
 
     An error here ends the process: without the fault the run would not end.
     """
     try:
-        _inject(order)
+        _inject_fault(order)
     except (OSError, ValueError):
         traceback.print_exc()
         os._exit(1)
 
 
-def _inject(order: Order) -> None:
+def _inject_fault(order: Order) -> None:
     first = wait_for_rollout(None)
     (order.folder / BEGUN).touch()
     if order.fault in FAULTS:
@@ -101,7 +106,7 @@ def wait_for_rollout(after: int | None) -> int:
 
 def inject_if_ordered(environment: Mapping[str, str]) -> None:
     """Have this process, if it is the rank that is meant, strike itself while it trains."""
-    given = Order.read(environment[VARIABLE])
+    given = Order.parse(environment[VARIABLE])
     # the signal reaches all ranks; another fault one of them
     if launched_rank(environment) == given.rank or given.fault == "limit":
-        threading.Thread(target=inject, args=(given,), daemon=True).start()
+        threading.Thread(target=inject_fault_or_exit, args=(given,), daemon=True).start()

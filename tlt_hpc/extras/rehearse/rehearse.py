@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tlt_hpc.cluster.launcher import PYTHON, find_mpiexec, launch_environment
 from tlt_hpc.cluster.stopping import STOPPED_EARLY
-from tlt_hpc.common.words import count, table
+from tlt_hpc.common.formatting import format_count, format_table
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.extras.rehearse.faults import BEGUN, STRUCK, VARIABLE, Order
 from tlt_hpc.storage.folder import RunFolder
@@ -117,23 +117,23 @@ class Rehearsal:
         """True if the batch script of a Slurm job starts the ranks."""
         return _RUN_RANKS in os.environ
 
-    def marks(self, number: int) -> Path:
+    def marks_folder(self, number: int) -> Path:
         """The folder in which a start's ranks mark what they reach."""
         return self.place / f"start-{number}"
 
-    def log(self, number: int) -> Path:
+    def log_path(self, number: int) -> Path:
         """The file of a start's output."""
         return self.place / f"start-{number}.log"
 
     def is_over_time(self, number: int) -> bool:
         """True if the end of the job's time has ended a start."""
-        return self.in_job and any(re.search(_OVER_TIME, line) for line in self.lines(number))
+        return self.in_job and any(re.search(_OVER_TIME, line) for line in self.read_log_lines(number))
 
-    def lines(self, number: int) -> list[str]:
+    def read_log_lines(self, number: int) -> list[str]:
         """The lines that a start printed; none if there is no such start."""
-        if not self.log(number).exists():
+        if not self.log_path(number).exists():
             return []
-        text = self.log(number).read_text(encoding="utf-8", errors="replace")
+        text = self.log_path(number).read_text(encoding="utf-8", errors="replace")
         return [line.strip() for line in text.splitlines()]
 
 
@@ -149,7 +149,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: the job is wrong, the folder has a finished rehearsal, or a run ended before its fault.
     """
-    rehearsal = prepare(options)
+    rehearsal = prepare_rehearsal(options)
     path = rehearsal.place / STATE
     state = read_record(path, Rehearsed, f"remove {rehearsal.place}") or Rehearsed()
     if state.is_over:
@@ -158,32 +158,32 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(
             f"{rehearsal.place}: {MAX_STARTS} starts were too short for all faults; give the job more --time"
         )
-    print(f"rehearsal in {rehearsal.place}, {count(rehearsal.num_ranks, 'rank')}", flush=True)
+    print(f"rehearsal in {rehearsal.place}, {format_count(rehearsal.num_ranks, 'rank')}", flush=True)
     if rehearsal.num_ranks == 1:
         print("one rank: no hang is tried, as no other rank would see it")
-    if rehearsal.log(len(state.starts)).exists():  # the job's end has ended this program with its ranks
-        state = record_end(rehearsal, state, -1)
+    if rehearsal.log_path(len(state.starts)).exists():  # the job's end has ended this program with its ranks
+        state = with_ended_start(rehearsal, state, -1)
         write_json(path, asdict(state))
     while not state.is_over:
         fault, number = state.next_fault(rehearsal.num_ranks), len(state.starts)
         wait = "; the watch finds it after one to two minutes" if fault == "hang" else ""
         print(f"start {number + 1}: {KINDS[fault].words if fault else 'to its end'}{wait}", flush=True)
-        state = record_end(rehearsal, state, start_ranks(rehearsal, fault, number))
+        state = with_ended_start(rehearsal, state, run_ranks(rehearsal, fault, number))
         write_json(path, asdict(state))
         if fault and not state.starts[-1].struck and rehearsal.is_over_time(number):
             print("the job's time ended before that; queued again, or submitted again with more --time, it continues")
             return STOPPED_EARLY
         if fault and not state.starts[-1].struck:
-            raise UserError(f"the run ended before its fault; see the end of {rehearsal.log(number)}")
+            raise UserError(f"the run ended before its fault; see the end of {rehearsal.log_path(number)}")
         if fault == "limit" and rehearsal.in_job:
             print("the job's time is over; once Slurm has queued it again, or it is submitted again, it continues")
             return STOPPED_EARLY
         if not fault and state.starts[-1].status:
-            raise UserError(f"the run could not be resumed to its end; see the end of {rehearsal.log(number)}")
+            raise UserError(f"the run could not be resumed to its end; see the end of {rehearsal.log_path(number)}")
     return report_losses(rehearsal, state)
 
 
-def prepare(options: argparse.Namespace) -> Rehearsal:
+def prepare_rehearsal(options: argparse.Namespace) -> Rehearsal:
     """The user's job, made short: few tokens, frequent checkpoints, hangs found early, in a folder of its own.
 
     Raises:
@@ -204,13 +204,13 @@ def prepare(options: argparse.Namespace) -> Rehearsal:
     return Rehearsal(place, options.config, overrides, num_ranks)
 
 
-def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
+def run_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
     """Run the ranks until all have ended, with a fault or to the end of the run; returns the launcher's status.
 
     Raises:
         UserError: they do not end.
     """
-    marks, log = rehearsal.marks(number), rehearsal.log(number)
+    marks, log = rehearsal.marks_folder(number), rehearsal.log_path(number)
     marks.mkdir(exist_ok=True)
     (marks / "fault").write_text(fault, encoding="utf-8")
     asked = "" if fault == "limit" and rehearsal.in_job else fault  # Slurm sends its own signal
@@ -239,16 +239,16 @@ def start_ranks(rehearsal: Rehearsal, fault: str, number: int) -> int:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def record_end(rehearsal: Rehearsal, state: Rehearsed, status: int) -> Rehearsed:
+def with_ended_start(rehearsal: Rehearsal, state: Rehearsed, status: int) -> Rehearsed:
     """The state with the start that has ended."""
     number = len(state.starts)
-    marks, log = rehearsal.marks(number), rehearsal.log(number)
+    marks, log = rehearsal.marks_folder(number), rehearsal.log_path(number)
     fault = (marks / "fault").read_text(encoding="utf-8")
     begun, struck = (_time_of(marks / name) for name in (BEGUN, STRUCK))
     launched, ended = (marks / "fault").stat().st_mtime, log.stat().st_mtime
     if fault == "limit" and rehearsal.is_over_time(number):
         struck = struck or ended
-    now = committed(rehearsal.folder)
+    now = read_step_digests(rehearsal.folder)
     own = Start(
         fault=fault,
         struck=struck is not None,
@@ -260,7 +260,7 @@ def record_end(rehearsal: Rehearsal, state: Rehearsed, status: int) -> Rehearsed
     return Rehearsed([*state.starts, own], now)
 
 
-def committed(folder: RunFolder) -> dict[str, str]:
+def read_step_digests(folder: RunFolder) -> dict[str, str]:
     """A digest of each committed step: of its line and of all ranks' logs.
 
     Raises:
@@ -283,8 +283,13 @@ def report_losses(rehearsal: Rehearsal, state: Rehearsed) -> int:
     rows = [("fault", "ended after", "generates again after", "resumed from step", "lost")]
     told, is_unsaid = [], False
     for number, (start, after) in enumerate(zip(state.starts, state.starts[1:], strict=False)):
-        logs = sorted([*rehearsal.lines(number), *rehearsal.lines(number + 1)], key=lambda line: line[:4] != "tlt:")
-        resumed = next((match[1] for line in rehearsal.lines(number + 1) if (match := _RESUMING.search(line))), "1")
+        logs = sorted(
+            [*rehearsal.read_log_lines(number), *rehearsal.read_log_lines(number + 1)],
+            key=lambda line: line[:4] != "tlt:",
+        )
+        resumed = next(
+            (match[1] for line in rehearsal.read_log_lines(number + 1) if (match := _RESUMING.search(line))), "1"
+        )
         lost = f"steps {', '.join(str(step + 1) for step in after.lost)}" if after.lost else "nothing"
         times = f"{start.seconds:.1f} s", f"{after.until_rollout:.1f} s"
         rows.append((KINDS[start.fault].words, *times, resumed, lost))
@@ -293,12 +298,12 @@ def report_losses(rehearsal: Rehearsal, state: Rehearsed) -> int:
         is_unsaid |= start.struck and not by_slurm and not (said and start.status)
         status = f" (exit status {start.status})" if not said or not start.status else ""
         told.append(f"{KINDS[start.fault].words}: {said or 'the run did not report it'}{status}")
-    print(table(rows), "", *told, "", *differences(rehearsal, state), sep="\n")
+    print(format_table(rows), "", *told, "", *site_differences(rehearsal, state), sep="\n")
     print(f"everything is in {rehearsal.place}; remove it when you have read it")
     return int(is_unsaid or any(start.lost for start in state.starts))
 
 
-def differences(rehearsal: Rehearsal, state: Rehearsed) -> Iterator[str]:
+def site_differences(rehearsal: Rehearsal, state: Rehearsed) -> Iterator[str]:
     """The behaviour of the site that differs from what the run needs, a line each; one line if there is none."""
     found = list[str]()
     for number, start in enumerate(state.starts):
@@ -306,7 +311,7 @@ def differences(rehearsal: Rehearsal, state: Rehearsed) -> Iterator[str]:
             found.append(f"the other ranks of one that was killed ran for {start.seconds:.0f} s more")
         if start.fault != "limit" or not rehearsal.in_job:
             continue
-        lines = rehearsal.lines(number)
+        lines = rehearsal.read_log_lines(number)
         stopped = next((line for line in lines if re.search(KINDS["limit"].said, line)), "")
         if not stopped:
             found.append(

@@ -11,8 +11,8 @@ import jinja2
 
 from tlt_hpc import __version__
 from tlt_hpc.common.files import os_error_text, read_text
-from tlt_hpc.common.printable import printable
-from tlt_hpc.common.words import count
+from tlt_hpc.common.formatting import format_count
+from tlt_hpc.common.printable import escape_control_characters
 from tlt_hpc.extras.report.figures.steps import (
     draw_acceptance,
     draw_comparison,
@@ -23,9 +23,9 @@ from tlt_hpc.extras.report.figures.steps import (
 from tlt_hpc.extras.report.figures.style import THEMES, inline_svg, themed
 from tlt_hpc.extras.report.figures.timeline import MAX_LANES, draw_timeline
 from tlt_hpc.extras.report.findings import RunFindings
-from tlt_hpc.extras.report.verdict import RunGain, cards
+from tlt_hpc.extras.report.verdict import RunGain, key_figures
 from tlt_hpc.look.series import to_json_types
-from tlt_hpc.look.words import seconds, share, span_of
+from tlt_hpc.look.text_format import format_percent, format_seconds, format_step_range
 
 _MAX_STARTS = 20
 
@@ -38,22 +38,27 @@ def render(found: RunFindings, gain: RunGain | None, made_at: float) -> str:
         undefined=jinja2.StrictUndefined,
         lstrip_blocks=True,
     )
-    environment.filters |= {"seconds": seconds, "count": count, "span": span_of, "share": share}
-    starts = found.log.starts
+    environment.filters |= {
+        "seconds": format_seconds,
+        "count": format_count,
+        "span": format_step_range,
+        "share": format_percent,
+    }
+    starts = found.log.environments_of_starts
     page = environment.get_template("page.html.jinja").render(
         found=found,
         gain=gain,
         themes=THEMES,
-        cards=cards(found, gain),
+        cards=key_figures(found, gain),
         sections=_sections(found),
         max_lanes=MAX_LANES,
         starts=[(start, json.dumps(to_json_types(start), indent=1)) for start in starts[: -_MAX_STARTS - 1 : -1]],
-        config=_config(found),
+        config=_read_config_text(found),
         run=shlex.quote(str(found.log.folder.path)),
         made_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made_at)),
         version=__version__,
     )
-    return printable(page)
+    return escape_control_characters(page)
 
 
 def _sections(found: RunFindings) -> list[tuple[str, Any, str]]:
@@ -75,7 +80,7 @@ def _sections(found: RunFindings) -> list[tuple[str, Any, str]]:
     return sections
 
 
-def _config(found: RunFindings) -> str:
+def _read_config_text(found: RunFindings) -> str:
     try:
         return read_text(found.log.folder.config)
     except OSError as error:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tlt_hpc.common.words import count
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.extras.report.findings import RunFindings
 from tlt_hpc.look.columns import SCORE
 from tlt_hpc.look.cost import cost_of
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.series import Speed, change_of, other_settings, speed_of
-from tlt_hpc.look.words import listed, seconds, share
+from tlt_hpc.look.series import Speed, change_of, differing_settings, speed_of
+from tlt_hpc.look.text_format import format_percent, format_seconds, join_names
 
 _MAX_NAMED = 4
 
@@ -51,31 +51,42 @@ def gain_of(found: RunFindings) -> RunGain | None:
         return None
     unlike = []
     if own.num_ranks != other.num_ranks:
-        unlike.append(f"it ran on {count(other.num_ranks, 'rank')}, this on {own.num_ranks}")
-    if changed := other_settings(found.other.config, found.log.config):
-        unlike.append(f"settings besides speculation differ ({listed(changed[:_MAX_NAMED])})")
+        unlike.append(f"it ran on {format_count(other.num_ranks, 'rank')}, this on {own.num_ranks}")
+    if changed := differing_settings(found.other.config, found.log.config):
+        unlike.append(f"settings besides speculation differ ({join_names(changed[:_MAX_NAMED])})")
     theirs, ours = _machines(found.other), _machines(found.log)
     if theirs and ours and theirs != ours:
-        unlike.append(f"it ran on {listed(sorted(theirs))}, this on {listed(sorted(ours))}")
+        unlike.append(f"it ran on {join_names(sorted(theirs))}, this on {join_names(sorted(ours))}")
     if any(step is not None for step in found.comparison.first_difference.values()):
         unlike.append("the responses differ, so the work was not the same")
-    is_of_speculation = found.other.mode == "plain" and found.log.mode in ("ngram", "frozen", "full") and not unlike
+    is_of_speculation = (
+        found.other.speculation_mode == "plain"
+        and found.log.speculation_mode in ("ngram", "frozen", "full")
+        and not unlike
+    )
     return RunGain(other.name, speed, tuple(unlike), is_of_speculation)
 
 
 def _machines(run: RunLog) -> set[str]:
     """Names of the processors and GPUs that a run used."""
-    hosts = [host for start in run.starts for host in start.hosts]
+    hosts = [host for start in run.environments_of_starts for host in start.hosts]
     return {name for host in hosts for name in (host.gpus or {host.processor: 1})}
 
 
-def cards(found: RunFindings, gain: RunGain | None) -> list[KeyFigure]:
+def key_figures(found: RunFindings, gain: RunGain | None) -> list[KeyFigure]:
     """The key figures that are known."""
-    known = [_learned(found), _evaluated(found), *_waiting(found), _gained(gain), _text(found), _spent(found)]
+    known = [
+        _score_key_figure(found),
+        _evaluation_key_figure(found),
+        *_idle_key_figures(found),
+        _gain_key_figure(gain),
+        _exactness_key_figure(found),
+        _cost_key_figure(found),
+    ]
     return [card for card in known if card is not None]
 
 
-def _learned(found: RunFindings) -> KeyFigure | None:
+def _score_key_figure(found: RunFindings) -> KeyFigure | None:
     change = change_of(found.learning.series[SCORE])
     if change is None:
         return None
@@ -87,7 +98,7 @@ def _learned(found: RunFindings) -> KeyFigure | None:
     return KeyFigure("Score", value, f"mean score, first and last {over}{doubt}", tone)
 
 
-def _evaluated(found: RunFindings) -> KeyFigure | None:
+def _evaluation_key_figure(found: RunFindings) -> KeyFigure | None:
     """The mean score on the first data set that was evaluated between steps."""
     learning = found.learning
     name = next((name for name in learning.evaluations if "/acc/mean@" in name), "")
@@ -100,25 +111,25 @@ def _evaluated(found: RunFindings) -> KeyFigure | None:
     return KeyFigure("Evaluated", value, f"{name.replace('/acc/', ', ')}, after step {steps}")
 
 
-def _waiting(found: RunFindings) -> list[KeyFigure]:
-    idle, whole = found.throughput.idle, found.throughput.rollout
+def _idle_key_figures(found: RunFindings) -> list[KeyFigure]:
+    idle, whole = found.throughput.total_idle_seconds, found.throughput.total_rollout_seconds
     if found.num_ranks < 2 or whole <= 0:
         return []
-    words = f"of the ranks' rollout time was spent waiting for the last rank ({seconds(idle)} together)"
-    known = [KeyFigure("Idle", share(idle, whole), words)]
-    if found.log.mode in ("frozen", "full") and idle > 0:
-        updates = count(found.log.total("drafter/steps"), "update")
+    words = f"of the ranks' rollout time was spent waiting for the last rank ({format_seconds(idle)} together)"
+    known = [KeyFigure("Idle", format_percent(idle, whole), words)]
+    if found.log.speculation_mode in ("frozen", "full") and idle > 0:
+        updates = format_count(found.log.total("drafter/steps"), "update")
         words = f"of the waiting trained the draft model ({updates}) or generated responses ahead"
-        known.append(KeyFigure("Harvested", share(found.throughput.harvested, idle), words))
+        known.append(KeyFigure("Harvested", format_percent(found.throughput.total_harvested_seconds, idle), words))
     return known
 
 
-def _spent(found: RunFindings) -> KeyFigure | None:
+def _cost_key_figure(found: RunFindings) -> KeyFigure | None:
     cost = cost_of(found.log)
-    return None if cost is None else KeyFigure("Cost", cost.number, cost.words)
+    return None if cost is None else KeyFigure("Cost", cost.hours_text, cost.unit_and_rate_text)
 
 
-def _gained(gain: RunGain | None) -> KeyFigure | None:
+def _gain_key_figure(gain: RunGain | None) -> KeyFigure | None:
     if gain is None:
         return None
     value, steps = f"{gain.speed.rollout:.2f}\u00d7", f"whole steps: {gain.speed.step:.2f}\u00d7"
@@ -126,24 +137,26 @@ def _gained(gain: RunGain | None) -> KeyFigure | None:
         words = f"its seconds over this run's, in rollouts; {steps}; no measure of speculation"
         return KeyFigure(f"Against {gain.against}", value, words)
     tone = {True: "good", False: "bad", None: "plain"}[gain.speed.is_faster]
-    words = f"the speed of the same rollouts without speculation (median of {count(len(gain.speed.steps), 'step')})"
+    words = (
+        f"the speed of the same rollouts without speculation (median of {format_count(len(gain.speed.steps), 'step')})"
+    )
     return KeyFigure("Gained", value, f"{words}; {steps}", tone)
 
 
-def _text(found: RunFindings) -> KeyFigure | None:
+def _exactness_key_figure(found: RunFindings) -> KeyFigure | None:
     """The key figure on whether speculation changed any token, and how that is known."""
     if found.other is not None and found.comparison is not None and len(found.comparison.compared_steps):
-        name, steps = found.comparison.runs[0].name, count(len(found.comparison.compared_steps), "step")
+        name, steps = found.comparison.runs[0].name, format_count(len(found.comparison.compared_steps), "step")
         first = next((step for step in found.comparison.first_difference.values() if step is not None), None)
         if first is None:
-            is_proof = found.log.mode != "plain" and found.other.mode == "plain"
+            is_proof = found.log.speculation_mode != "plain" and found.other.speculation_mode == "plain"
             what = "with and without speculation" if is_proof else f"as in {name}"
             return KeyFigure("Text", "the same", f"token for token, {what} ({steps} compared)", "good")
-        if other_settings(found.other.config, found.log.config):
+        if differing_settings(found.other.config, found.log.config):
             return None
         why = "" if found.is_exact else ": in this precision near-ties may be decided either way"
         return KeyFigure("Text", "differs", f"from that of {name}, from step {first} on{why}", "bad")
-    if found.log.mode in ("plain", ""):
+    if found.log.speculation_mode in ("plain", ""):
         return None
     if found.is_exact:
         return KeyFigure("Text", "not compared", "the same by construction; --against a plain run proves it")

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.plan.plan_options import at_least_one
-from tlt_hpc.storage.folder import COMPARISON, RunFolder, WriteError, check_writable, writing_beside
+from tlt_hpc.plan.plan_options import parse_positive_integer
+from tlt_hpc.storage.folder import COMPARISON, RunFolder, WriteError, atomic_write, check_writable
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     words = "another run of the same seed, such as one without speculation: measures the gain, compares tokens"
     add("--against", type=Path, metavar="RUN", help=words)
     add("--output", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
-    add("--last", type=at_least_one, metavar="N", help="look at the last N steps alone (default: all)")
+    add("--last", type=parse_positive_integer, metavar="N", help="look at the last N steps alone (default: all)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,19 +37,19 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"{options.run} holds a warm-up, which has no steps to report; see `{see}`")
     print(f"reading    {options.run}", flush=True)
     from tlt_hpc.extras.report.findings import read_findings
-    from tlt_hpc.extras.report.verdict import cards, gain_of
+    from tlt_hpc.extras.report.verdict import gain_of, key_figures
 
-    against = options.against or plain_beside(options.run)
+    against = options.against or find_plain_run(options.run)
     found = read_findings(options.run, against, options.last)
     gain = gain_of(found)
-    for card in cards(found, gain):
+    for card in key_figures(found, gain):
         print(f"{card.label.lower():<10} {card.value:<14} {card.words}")
     print("drawing    the figures of the page", flush=True)
     from tlt_hpc.extras.report.page import render
 
     text = render(found, gain, time.time())
     try:
-        with writing_beside(out) as part:
+        with atomic_write(out) as part:
             part.write_text(text, encoding="utf-8", errors="backslashreplace")  # file names need not be valid text
     except WriteError as error:
         raise UserError(f"{error.fact}; give another place, such as --output report.html") from None
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def plain_beside(run: Path) -> Path | None:
+def find_plain_run(run: Path) -> Path | None:
     """The run without speculation in the same folder of ``tlt compare``; None if there is none."""
     plain = run.absolute().parent / "plain"
     return plain if COMPARISON in plain.parent.name and run.name != plain.name and plain.is_dir() else None

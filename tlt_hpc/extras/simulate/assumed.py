@@ -43,7 +43,7 @@ def gpu_costs(shape: ModelShape, tensor_parallel: int, most_live: int, gpu: GpuF
     batch = np.arange(1, most_live + 1)
     bandwidth = gpu.bytes_per_second * gpu.bytes_share * tensor_parallel
     flops = gpu.flops * gpu.decode_flops_share * tensor_parallel
-    weights = read_parameters(shape)
+    weights = parameters_read_per_round(shape)
     token = np.maximum(ITEM_BYTES * weights / bandwidth, 2 * weights * batch / flops)
     position_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * ITEM_BYTES
     position = np.full((1, most_live), position_bytes / bandwidth)
@@ -56,7 +56,7 @@ def gpu_phases(shape: ModelShape, gpu: GpuFigures, save_every: int) -> StepPhase
     return StepPhases(token, gpu.fixed_step_seconds + gpu.save_seconds / save_every)
 
 
-def read_parameters(shape: ModelShape) -> int:
+def parameters_read_per_round(shape: ModelShape) -> int:
     """Weights that a decoding round reads: all but the embedding's rows."""
     return shape.num_parameters - (0 if shape.tied_head else shape.vocab_size * shape.hidden_size)
 
@@ -87,26 +87,26 @@ def derating_of(reference: ModelShape, shape: ModelShape) -> float:
 
 def _best_speed_up(reference: ModelShape, shape: ModelShape) -> float:
     """Speed-up of a narrow draft on ``shape`` at one sequence, at the depth that is best for it."""
-    chance = chance_of(SPEED_UPS["verify-16"][0] * (1 + DEPTH * _draft_share(reference)), DEPTH)
-    return max(expected(chance, depth) / (1 + depth * _draft_share(shape)) for depth in range(1, 2 * DEPTH + 1))
+    chance = acceptance_chance(SPEED_UPS["verify-16"][0] * (1 + DEPTH * _draft_share(reference)), DEPTH)
+    return max(expected_tokens(chance, depth) / (1 + depth * _draft_share(shape)) for depth in range(1, 2 * DEPTH + 1))
 
 
 def _draft_share(shape: ModelShape) -> float:
     """Bytes that a draft step of a one-layer drafter reads, over those of a target round: a layer, fc and the head."""
     head = shape.vocab_size * shape.hidden_size
-    layer = (read_parameters(shape) - head) / shape.num_layers
-    return (layer + 2 * shape.hidden_size**2 + head) / read_parameters(shape)
+    layer = (parameters_read_per_round(shape) - head) / shape.num_layers
+    return (layer + 2 * shape.hidden_size**2 + head) / parameters_read_per_round(shape)
 
 
-def expected(chance: float, depth: int) -> float:
+def expected_tokens(chance: float, depth: int) -> float:
     """Tokens of a round in which each draft is accepted with this chance, given those before it."""
     return float(sum(chance**i for i in range(depth + 1)))
 
 
-def chance_of(accept: float, depth: int) -> float:
-    """The chance with which a round of this depth gives ``accept`` tokens: the inverse of ``expected``."""
+def acceptance_chance(accept: float, depth: int) -> float:
+    """The chance with which a round of this depth gives ``accept`` tokens: the inverse of ``expected_tokens``."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected(middle, depth) < accept else (low, middle)
+        low, high = (middle, high) if expected_tokens(middle, depth) < accept else (low, middle)
     return (low + high) / 2

@@ -47,7 +47,7 @@ class TokenCosts:
             self, token_seconds=self.token_seconds[:, have] * ratio, position_seconds=self.position_seconds[:, have]
         )
 
-    def best(self, live: NDArray[np.int64], positions: Floats) -> Floats:
+    def best_token_seconds(self, live: NDArray[np.int64], positions: Floats) -> Floats:
         """Seconds per token of the best strategy at these batches and positions, all of one shape; 0 for none live."""
         column = np.maximum(live, 1) - 1
         seconds = (self.token_seconds[:, column] + self.position_seconds[:, column] * positions).min(0)

@@ -29,7 +29,7 @@ def log_normal(shape: tuple[int, int, int], median: float, cap: int) -> Ints:
     return np.clip(np.rint(median * np.exp(SPREAD * (between + within))), 1, cap).astype(np.int64)
 
 
-def resampled(groups: Ints, shape: tuple[int, int, int]) -> Ints:
+def resample_lengths(groups: Ints, shape: tuple[int, int, int]) -> Ints:
     """[T, P, G] lengths from recorded groups [K, G'], drawn with replacement.
 
     Responses of a group stay together. Single responses (G' = 1) do not show what those of a prompt have in common:

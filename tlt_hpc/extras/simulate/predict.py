@@ -28,13 +28,13 @@ from tlt_hpc.extras.simulate.lengths import (
     SPREAD,
     Ints,
     log_normal,
-    resampled,
+    resample_lengths,
     shard_lengths,
 )
-from tlt_hpc.extras.simulate.recorded import RecordedRun, costs_by_strategy, groups_of, phases_of, read_run
+from tlt_hpc.extras.simulate.recorded import RecordedRun, costs_by_strategy, length_groups, phases_of, read_run
 from tlt_hpc.extras.simulate.step import Setting, StepPhases, Steps, setting_from, simulate
 from tlt_hpc.plan.memory.shapes import find_shape
-from tlt_hpc.plan.plan_options import above_zero, at_least_one, at_least_one_each
+from tlt_hpc.plan.plan_options import parse_positive_integer, parse_positive_integers, parse_positive_number
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.records import write_json
 
@@ -70,15 +70,22 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("config", metavar="CONFIG.toml", nargs="?", help="the run, e.g. jobs/qwen7b.toml")
     add("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.max_live=8")
-    add("--nodes", type=at_least_one_each, default=[1, 2, 4, 8], metavar="N,N", help="nodes (default 1,2,4,8)")
-    add("--gpus-per-node", type=at_least_one, metavar="N", help="one rank each (default 8, or --from's ranks)")
-    add("--steps", type=at_least_one, default=20, metavar="N", help="steps that are simulated (default 20)")
+    add("--nodes", type=parse_positive_integers, default=[1, 2, 4, 8], metavar="N,N", help="nodes (default 1,2,4,8)")
+    add(
+        "--gpus-per-node", type=parse_positive_integer, metavar="N", help="one rank each (default 8, or --from's ranks)"
+    )
+    add("--steps", type=parse_positive_integer, default=20, metavar="N", help="steps that are simulated (default 20)")
     # of each two the second would have no effect
     costs = command.add_mutually_exclusive_group().add_argument
     costs("--from", dest="source", type=Path, metavar="RUN", help="lengths, rounds and phases of this run's log")
     costs("--shape", metavar="CONFIG.json", help="the model's config.json, or a name such as Qwen2.5-7B")
     lengths = command.add_mutually_exclusive_group().add_argument
-    lengths("--median", type=above_zero, metavar="TOKENS", help="of the log-normal law (default a sixth of the cap)")
+    lengths(
+        "--median",
+        type=parse_positive_number,
+        metavar="TOKENS",
+        help="of the log-normal law (default a sixth of the cap)",
+    )
     lengths("--lengths", type=Path, metavar="RUN", help="lengths alone of this run's log")
     add("--json", type=Path, metavar="PATH", help="write all figures there as well")
 
@@ -90,13 +97,13 @@ def run(options: argparse.Namespace) -> int:
         ValueError: an option, the configuration or a file is invalid.
     """
     log = read_run(options.source) if options.source else None
-    config = _config(options, log)
+    config = _load_job_config(options, log)
     ranks_per_node = options.gpus_per_node or (log.num_ranks if log else _GPUS)
     for count in options.nodes:
         check_replicas(config.rollout, count * ranks_per_node)
-    job = simulated_job(config, options, log)
-    rows = [row(job, count, ranks_per_node) for count in sorted(set(options.nodes))]
-    show(job, rows, TextConsole())
+    job = make_simulated_job(config, options, log)
+    rows = [predict_row(job, count, ranks_per_node) for count in sorted(set(options.nodes))]
+    print_prediction(job, rows, TextConsole())
     if options.json is not None:
         try:
             write_json(options.json, {"origin": job.origin, "rows": rows})
@@ -105,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def row(job: SimulatedJob, nodes: int, ranks_per_node: int) -> dict[str, Any]:
+def predict_row(job: SimulatedJob, nodes: int, ranks_per_node: int) -> dict[str, Any]:
     """The figures of the job on a number of nodes: means of a step, sums of the run, as ``NOTE`` explains them."""
     ranks = nodes * ranks_per_node
     steps, plain = job.run(ranks, job.costs), job.run(ranks, job.costs.plain)
@@ -123,7 +130,7 @@ def row(job: SimulatedJob, nodes: int, ranks_per_node: int) -> dict[str, Any]:
     }
 
 
-def simulated_job(config: Config, options: argparse.Namespace, log: RecordedRun | None) -> SimulatedJob:
+def make_simulated_job(config: Config, options: argparse.Namespace, log: RecordedRun | None) -> SimulatedJob:
     """The job with its costs: of a run, or of an H100-class GPU.
 
     Raises:
@@ -133,8 +140,11 @@ def simulated_job(config: Config, options: argparse.Namespace, log: RecordedRun 
     shape, cap = (options.steps, rollout.prompts_per_step, rollout.group_size), rollout.max_new_tokens
     of = read_run(options.lengths) if options.lengths else log
     if of is not None and options.median is None:
-        groups = groups_of(of)
-        lengths, said = resampled(groups, shape), f"lengths: the {groups.size:,} of {of.name}, drawn with replacement"
+        groups = length_groups(of)
+        lengths, said = (
+            resample_lengths(groups, shape),
+            f"lengths: the {groups.size:,} of {of.name}, drawn with replacement",
+        )
     else:
         median = options.median or cap * MEDIAN_SHARE
         lengths = log_normal(shape, median, cap)
@@ -182,7 +192,7 @@ def _on_assumed_gpus(config: Config, named_shape: str | None, lengths: Ints, sai
     return SimulatedJob(config, setting_from(config), costs, phases, lengths, origin)
 
 
-def _config(options: argparse.Namespace, log: RecordedRun | None) -> Config:
+def _load_job_config(options: argparse.Namespace, log: RecordedRun | None) -> Config:
     if log is not None and (options.config is None or "=" in options.config):
         overrides = [*filter(None, [options.config]), *options.overrides]
         return load_config(str(RunFolder(options.source).config), overrides)
@@ -193,7 +203,7 @@ def _config(options: argparse.Namespace, log: RecordedRun | None) -> Config:
     return load_config(options.config, options.overrides)
 
 
-def show(job: SimulatedJob, rows: Sequence[dict[str, Any]], console: Console) -> None:
+def print_prediction(job: SimulatedJob, rows: Sequence[dict[str, Any]], console: Console) -> None:
     """Print where the figures come from, and the table by nodes."""
     run, rollout = job.config.run, job.config.rollout
     head = f"{run.name}: {rollout.prompts_per_step} x {rollout.group_size} responses a step, {run.num_steps} steps"

@@ -20,7 +20,7 @@ from tlt_hpc.extras.simulate.costs import Floats, TokenCosts
 from tlt_hpc.extras.simulate.lengths import Ints
 from tlt_hpc.extras.simulate.step import StepPhases
 from tlt_hpc.rollout.strategy import OFF, STORED
-from tlt_hpc.storage.folder import RunFolder, no_run
+from tlt_hpc.storage.folder import RunFolder, no_run_message
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import StepSummary, read_summary
 from tlt_hpc.storage.step_lines import Line, read_lines
@@ -82,7 +82,7 @@ def read_run(path: Path) -> RecordedRun:
     """
     folder = RunFolder(path)
     if not folder.config.is_file() or not folder.rollouts.is_dir():
-        raise ValueError(no_run(path, "config.toml, or no rollouts/"))
+        raise ValueError(no_run_message(path, "config.toml, or no rollouts/"))
     config = load_saved_config(folder.config)
     if config.rollout.tensor_parallel > 1:
         raise ValueError(
@@ -161,16 +161,16 @@ def costs_by_strategy(run: RecordedRun) -> TokenCosts:
     Raises:
         ValueError: the run never decoded plainly, so there is nothing to compare others with.
     """
-    rounds, most_live, names = run.rounds, run.config.rollout.max_live, _names(run)
+    rounds, most_live, names = run.rounds, run.config.rollout.max_live, _strategy_names(run)
     token = np.empty((len(names), most_live))
     for place, name in enumerate(names):
         chosen = rounds.strategy == run.strategy_names.index(name)
-        seconds, seen = curve(rounds, chosen, 1 if name == OFF.name else MIN_ROUNDS, most_live)
+        seconds, seen = cost_curve(rounds, chosen, 1 if name == OFF.name else MIN_ROUNDS, most_live)
         token[place] = seconds if name == OFF.name else np.where(seen, seconds, np.inf)
     return TokenCosts(token, np.zeros_like(token), run.prompt_seconds)
 
 
-def _names(run: RecordedRun) -> tuple[str, ...]:
+def _strategy_names(run: RecordedRun) -> tuple[str, ...]:
     """The strategies that ran without stored texts, plain decoding first."""
     ran = {run.strategy_names[i] for i in np.unique(run.rounds.strategy)} - {strategy.name for strategy in STORED}
     if OFF.name not in ran:
@@ -178,7 +178,9 @@ def _names(run: RecordedRun) -> tuple[str, ...]:
     return OFF.name, *sorted(ran - {OFF.name})
 
 
-def curve(rounds: Rounds, chosen: NDArray[np.bool_], least: int, most_live: int) -> tuple[Floats, NDArray[np.bool_]]:
+def cost_curve(
+    rounds: Rounds, chosen: NDArray[np.bool_], least: int, most_live: int
+) -> tuple[Floats, NDArray[np.bool_]]:
     """Seconds a token at batches 1 to B = ``most_live`` [B], and where the powers of two were measured [B].
 
     They are linear in log2 of the batch between the powers of two with ``least`` rounds or more, and constant beyond
@@ -212,7 +214,7 @@ def phases_of(run: RecordedRun) -> StepPhases:
     return StepPhases(slope, float(other.mean() - slope * tokens.mean()))
 
 
-def groups_of(run: RecordedRun) -> Ints:
+def length_groups(run: RecordedRun) -> Ints:
     """The run's responses [K, G], by group if groups stayed together."""
     rollout = run.config.rollout
     return run.lengths[run.lengths > 0].reshape(-1, rollout.group_size if rollout.shard == "group" else 1)

@@ -1,9 +1,10 @@
 """Training steps over all ranks, from response lengths and costs: rollouts, waiting, spot training, update, save.
 
 All live sequences of a replica advance together, so in tokens its rollout is list scheduling on ``max_live`` places:
-``walk`` advances from one response's end to the next, between which the batch is constant, for many replicas at once.
-Shapes: ``T`` steps, ``R`` replicas (in ``walk`` rollouts, of a step and a replica each), ``N`` responses of the largest
-shard, in the order of their admission; a length of 0 is no response.
+``simulate_rollouts`` advances from one response's end to the next, between which the batch is constant, for many
+replicas at once.
+Shapes: ``T`` steps, ``R`` replicas (in ``simulate_rollouts`` rollouts, of a step and a replica each), ``N`` responses
+of the largest shard, in the order of their admission; a length of 0 is no response.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def simulate(lengths: Ints, costs: TokenCosts, setting: Setting, phases: StepPha
     """Simulate steps whose responses are ``lengths`` [T, R, N], in the order of their admission."""
     steps, replicas, number = lengths.shape
     flat = lengths.reshape(steps * replicas, number)
-    ends = walk(flat, costs, setting.max_live, setting.prompt_tokens, setting.read_share)
+    ends = simulate_rollouts(flat, costs, setting.max_live, setting.prompt_tokens, setting.read_share)
     ended = ends.max(1, initial=0.0).reshape(steps, replicas)
     release = ended.max(1) + setting.stop_seconds
     tokens, num_ranks = lengths.sum((1, 2)).astype(np.float64), replicas * setting.ranks_per_replica
@@ -98,12 +99,12 @@ def simulate(lengths: Ints, costs: TokenCosts, setting: Setting, phases: StepPha
         rollout_seconds=release,
         other_seconds=phases.seconds(tokens, num_ranks),
         idle_rank_seconds=(release[:, None] - ended).sum(1) * setting.ranks_per_replica,
-        harvested_rank_seconds=_harvested(ended, release, setting).sum(1) * setting.ranks_per_replica,
+        harvested_rank_seconds=_harvested_seconds(ended, release, setting).sum(1) * setting.ranks_per_replica,
         tokens=tokens,
     )
 
 
-def _harvested(ended: Floats, release: Floats, setting: Setting) -> Floats:
+def _harvested_seconds(ended: Floats, release: Floats, setting: Setting) -> Floats:
     """Seconds [T, R] of whole micro-steps, from the rank's last token until the release."""
     if not setting.trains:
         return np.zeros_like(ended)
@@ -111,7 +112,7 @@ def _harvested(ended: Floats, release: Floats, setting: Setting) -> Floats:
     return np.where(ended < ended.max(1, keepdims=True), fitting * setting.micro_step_seconds, 0.0)
 
 
-def walk(
+def simulate_rollouts(
     lengths: Ints, costs: TokenCosts, max_live: int, prompt_tokens: float = 0.0, read_share: float = 1.0
 ) -> Floats:
     """Simulate rollouts: the seconds after the start at which each response ended, [R, N].
@@ -128,8 +129,8 @@ def walk(
     index = np.arange(number)
     live = np.clip(count[:, None] - index, 0, max_live)
     span = np.diff(finish, axis=1, prepend=0.0)
-    held = positions(starts, order, finish, span, count, live, max_live) + prompt_tokens * live
-    rate = costs.best(live, held)
+    held = context_positions(starts, order, finish, span, count, live, max_live) + prompt_tokens * live
+    rate = costs.best_token_seconds(live, held)
     admitted = np.zeros((rows, number))
     admitted[:, 0] = np.minimum(count, max_live)
     admitted[:, 1:] = count[:, None] > max_live + index[:-1]
@@ -161,7 +162,7 @@ def schedule(lengths: Ints, max_live: int) -> tuple[Floats, Ints, Floats]:
     return starts, order, np.minimum(finish, last[:, None])
 
 
-def positions(
+def context_positions(
     starts: Floats, order: Ints, finish: Floats, span: Floats, count: Ints, live: Ints, max_live: int
 ) -> Floats:
     """Response tokens in the contexts of the live sequences, half-way through each span [R, N]."""

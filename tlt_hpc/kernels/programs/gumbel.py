@@ -176,7 +176,7 @@ def gumbel_noise(words: Tensor, positions: Tensor, num_columns: int) -> Tensor:
     return out
 
 
-def gumbel_noise_of(words: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+def gumbel_noise_of_columns(words: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
     """words [R, 4], positions [R], columns [C] -> noise of those columns, [R, C] float32."""
     R, C = len(words), len(columns)
     out = torch.empty((R, C), dtype=torch.float32, device=words.device)

@@ -74,7 +74,7 @@ def _join_chunks(
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
 
 
-def chunks_of(N: int, K: int) -> tuple[int, int]:
+def choose_inner_chunks(N: int, K: int) -> tuple[int, int]:
     """Number of chunks of the inner dimension and their size: enough for many programs, by the weight's shape alone."""
     number = 1
     while number < _MAX_CHUNKS and triton.cdiv(N, _ROWS) * number < _PROGRAMS and K // (2 * number) >= _LEAST_CHUNK:
@@ -94,7 +94,7 @@ def invariant_linear(
     tokens = min(128, max(16, triton.next_power_of_2(T)))
     rows, num_warps = (128, 8) if tokens == 128 else (_ROWS, 4)
     grid = triton.cdiv(T, tokens), triton.cdiv(N, rows)
-    num_chunks, size = chunks_of(N, K)
+    num_chunks, size = choose_inner_chunks(N, K)
     if by_chunk is None:
         by_chunk = num_chunks > 1 and grid[0] * grid[1] < 2 * num_multiprocessors(x)
     target = torch.empty((num_chunks, T, N), dtype=torch.float32, device=x.device) if by_chunk else out

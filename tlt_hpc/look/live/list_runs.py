@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.look.collect import RunRow, as_table, row_of, write_csv
 from tlt_hpc.look.live.state import RunState, read_state
-from tlt_hpc.look.words import seconds
+from tlt_hpc.look.run_table import RunRow, as_table, read_run_row, write_csv
+from tlt_hpc.look.text_format import format_seconds
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import read_facts
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     rows = list[RunRow]()
     for path in found:
         try:
-            rows.append(row_of(str(path), state_of(path), path))
+            rows.append(read_run_row(str(path), read_state_text(path), path))
         except UserError as error:  # another program's metrics.jsonl, or a run that has just been removed
             print(f"tlt: left out: {error}", file=sys.stderr, flush=True)
     if not rows:
@@ -65,7 +65,7 @@ def _is_run(folder: Path) -> bool:
     return os.access(folder, os.X_OK) and (path.metrics.is_file() or path.rollouts.is_dir())
 
 
-def state_of(path: Path) -> str:
+def read_state_text(path: Path) -> str:
     """The state of a run in words: ``finished``, ``running``, how it ended, or how long it has given no sign.
 
     Begins with ``warm-up`` if the run is one.
@@ -76,10 +76,10 @@ def state_of(path: Path) -> str:
     state = read_state(path)
     if not state.log.folder.is_warmup:
         return _ending_of(state, path)
-    return f"warm-up: {_ending_of(state, path)}{accepted(path)}"
+    return f"warm-up: {_ending_of(state, path)}{read_accept_length_text(path)}"
 
 
-def accepted(path: Path) -> str:
+def read_accept_length_text(path: Path) -> str:
     """The words after the state of a warm-up: the accept length of its last validation, if there was one."""
     try:
         facts = read_facts(path / "drafter")
@@ -99,11 +99,11 @@ def _ending_of(state: RunState, path: Path) -> str:
         return "starting"
     silent = time.time() - _changed_at(path)
     if state.records and silent < _QUIET_SECONDS:
-        return _running(state)
-    return f"no sign for {seconds(max(0.0, silent))}"
+        return _running_text(state)
+    return f"no sign for {format_seconds(max(0.0, silent))}"
 
 
-def _running(state: RunState) -> str:
+def _running_text(state: RunState) -> str:
     phases = sorted({record.phase for record in state.records})
     return f"running ({', '.join(phases)})"
 

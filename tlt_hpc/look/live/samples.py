@@ -10,9 +10,9 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.printable import printable
+from tlt_hpc.common.formatting import format_count
+from tlt_hpc.common.printable import escape_control_characters
 from tlt_hpc.common.records import FinishReason, Rollout
-from tlt_hpc.common.words import count
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
 from tlt_hpc.rollout.stops import BROKEN, LONGEST_CHARACTER
@@ -57,25 +57,26 @@ def sample_text(step: int, rank: int, rollout: Rollout, reward: float, tokenizer
     text = Text.assemble(
         (f"step {step + 1}, prompt {key.draw}, sample {key.sample}, rank {rank}", "bold"),
         (f"  reward {reward:g}", "bold green" if reward > 0 else "bold red"),
-        f"  {count(num_tokens, 'token')} in {count(num_passes, 'pass')} ({num_tokens / num_passes:.2f} a pass)",
+        f"  {format_count(num_tokens, 'token')} in {format_count(num_passes, 'pass')} "
+        f"({num_tokens / num_passes:.2f} a pass)",
         "" if rollout.finish_reason is not FinishReason.LENGTH else "  cut at the longest length",
         "\n",
     )
-    text.append(_words(rollout.prompt_tokens.tolist(), tokenizer), "dim")
+    text.append(_decode_tokens(rollout.prompt_tokens.tolist(), tokenizer), "dim")
     text.append("\n")
     before, held = list[int](), list[int]()
-    for token, is_draft in tokens_of(rollout):
+    for token, is_draft in tokens_with_draft_flags(rollout):
         held.append(token)
-        words = _words([*before, *held], tokenizer)[len(_words(before, tokenizer)) :]
+        words = _decode_tokens([*before, *held], tokenizer)[len(_decode_tokens(before, tokenizer)) :]
         if words.endswith(BROKEN) and len(held) < LONGEST_CHARACTER:
             continue  # a character may have its other bytes in the next tokens
         text.append(words, DRAFTED if is_draft else "")
         before, held = [*before, *held][-_CONTEXT:], []
-    text.append(_words([*before, *held], tokenizer)[len(_words(before, tokenizer)) :])
+    text.append(_decode_tokens([*before, *held], tokenizer)[len(_decode_tokens(before, tokenizer)) :])
     return text
 
 
-def tokens_of(rollout: Rollout) -> Iterator[tuple[int, bool]]:
+def tokens_with_draft_flags(rollout: Rollout) -> Iterator[tuple[int, bool]]:
     """The response's tokens, each with whether it was an accepted draft.
 
     A pass emits the accepted drafts and then one token of the policy's own, except a response's last pass, which may be
@@ -89,7 +90,7 @@ def tokens_of(rollout: Rollout) -> Iterator[tuple[int, bool]]:
     yield from ((token, number not in ends) for number, token in enumerate(tokens, 1))
 
 
-def _words(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
+def _decode_tokens(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return "".join(f"{token} " for token in tokens)
-    return printable(str(tokenizer.decode(tokens, skip_special_tokens=False)))
+    return escape_control_characters(str(tokenizer.decode(tokens, skip_special_tokens=False)))

@@ -72,17 +72,17 @@ class RunState:
     @property
     def num_steps(self) -> int:
         """Number of steps that the run is to have; those that are done if that is unknown."""
-        return max(self.log.whole_setting("run", "num_steps"), self.num_done)
+        return max(self.log.config_int("run", "num_steps"), self.num_done)
 
     @property
     def num_responses(self) -> int:
         """Responses of a step, without refills; 0 if unknown."""
-        return self.log.whole_setting("rollout", "prompts_per_step") * self.log.whole_setting("rollout", "group_size")
+        return self.log.config_int("rollout", "prompts_per_step") * self.log.config_int("rollout", "group_size")
 
     @property
     def tensor_parallel(self) -> int:
         """Ranks of a replica."""
-        return self.log.whole_setting("rollout", "tensor_parallel") or 1
+        return self.log.config_int("rollout", "tensor_parallel") or 1
 
     @property
     def ending(self) -> str:
@@ -102,7 +102,7 @@ class RunState:
         return any(record.stalled for record in self.records)
 
     @property
-    def left_by_replica(self) -> tuple[int, ...]:
+    def unfinished_by_replica(self) -> tuple[int, ...]:
         """Unfinished responses of each replica that is in a rollout, from its first rank."""
         records = [record for record in self.records if record.rank % self.tensor_parallel == 0]
         return tuple(one.sequences_left for one in records if one.phase == "rollout" and one.sequences_left >= 0)
@@ -125,7 +125,7 @@ class RunState:
         """True if a start has claimed the folder and has not had the time to report."""
         return not self.records and self.claimed_at is not None and time.time() - self.claimed_at < _START_SECONDS
 
-    def moved_since(self, before: RunState) -> bool:
+    def heartbeat_changed_since(self, before: RunState) -> bool:
         """True if any rank's heartbeat has changed since ``before``."""
         beats = {(record.start, record.rank): record.heartbeat for record in before.records}
         return any(beats.get((record.start, record.rank)) != record.heartbeat for record in self.records)
@@ -139,16 +139,16 @@ def read_state(path: Path) -> RunState:
     """
     log, problems = RunLog(path, tail_bytes=_TAIL_BYTES), list[str]()
     status = log.folder.status
-    owner = _tried(lambda: read_owner(status), problems)
+    owner = _read_or_none(lambda: read_owner(status), problems)
     records = _read_records(status, owner.start if owner else "", problems)
     start = records[0].start if records else owner.start if owner else ""
-    verdict = _tried(lambda: read_verdict(status), problems)
+    verdict = _read_or_none(lambda: read_verdict(status), problems)
     return RunState(
         seconds=time.monotonic(),
         log=log,
         records=records,
         owner=owner.name if owner else "",
-        claimed_at=_tried(lambda: (status / "owner").stat().st_mtime, problems) if owner else None,
+        claimed_at=_read_or_none(lambda: (status / "owner").stat().st_mtime, problems) if owner else None,
         ends_at=owner.ends_at if owner else None,
         is_finished=log.folder.finished.is_file(),
         verdict=verdict[1] if verdict and verdict[0] == start else "",  # else it is of an earlier start
@@ -158,7 +158,7 @@ def read_state(path: Path) -> RunState:
     )
 
 
-def queue_state(state: RunState) -> str | None:
+def ask_slurm_state(state: RunState) -> str | None:
     """Ask Slurm for ``RunState.queued``; None if it does not answer or is not here."""
     try:
         queue = read_queue([state.log.folder.path.stat().st_uid])
@@ -176,7 +176,7 @@ def _read_drafter(folder: RunFolder, problems: list[str]) -> DrafterFacts | None
         return None
 
 
-def _tried(read: Callable[[], T], problems: list[str]) -> T | None:
+def _read_or_none(read: Callable[[], T], problems: list[str]) -> T | None:
     """What ``read`` returns; None if a file is not there or, with a line in ``problems``, cannot be read this time."""
     try:
         return read()
@@ -189,8 +189,10 @@ def _tried(read: Callable[[], T], problems: list[str]) -> T | None:
 
 def _read_records(status: Path, start: str, problems: list[str]) -> tuple[Record, ...]:
     """Records by rank; without an owner, those of the first rank's start. Unreadable ones are left out."""
-    paths = _tried(lambda: sorted(path for path in status.iterdir() if _RECORD.fullmatch(path.name)), problems) or []
-    found = [record for path in paths if (record := _tried(partial(_read_record, path), problems)) is not None]
+    paths = (
+        _read_or_none(lambda: sorted(path for path in status.iterdir() if _RECORD.fullmatch(path.name)), problems) or []
+    )
+    found = [record for path in paths if (record := _read_or_none(partial(_read_record, path), problems)) is not None]
     start = start or (found[0].start if found else "")
     return tuple(record for record in found if record.start == start)  # an earlier start may have had more ranks
 

@@ -14,7 +14,7 @@ from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.look.live.samples import read_samples_as_text
-from tlt_hpc.look.live.state import RunState, queue_state, read_state
+from tlt_hpc.look.live.state import RunState, ask_slurm_state, read_state
 from tlt_hpc.look.live.view import render
 from tlt_hpc.look.run_log import RunLog
 
@@ -35,11 +35,15 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"{options.run} does not exist yet: {job}; it is made once the job's ranks have started")
     console = TextConsole()
     if options.sample is not None:
-        return sample(console, options)
-    return look_once(console, options) if options.once or not console.is_terminal else follow(console, options)
+        return print_samples(console, options)
+    return (
+        print_screen_once(console, options)
+        if options.once or not console.is_terminal
+        else redraw_until_end(console, options)
+    )
 
 
-def sample(console: Console, options: argparse.Namespace) -> int:
+def print_samples(console: Console, options: argparse.Namespace) -> int:
     """Print some responses of the newest step (``--sample``); returns the exit status.
 
     Raises:
@@ -51,7 +55,7 @@ def sample(console: Console, options: argparse.Namespace) -> int:
     return 0
 
 
-def look_once(console: Console, options: argparse.Namespace) -> int:
+def print_screen_once(console: Console, options: argparse.Namespace) -> int:
     """Print one screen after two looks, which are seconds apart unless a heartbeat is seen earlier.
 
     Returns the exit status.
@@ -61,17 +65,17 @@ def look_once(console: Console, options: argparse.Namespace) -> int:
     """
     before = state = read_state(options.run)
     until = before.seconds + (_ONCE_SECONDS if before.records and not before.ending else 0.0)
-    while not state.moved_since(before) and time.monotonic() < until:
+    while not state.heartbeat_changed_since(before) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
         state = read_state(options.run)
-    is_alive = state.moved_since(before)
+    is_alive = state.heartbeat_changed_since(before)
     if not is_alive and state.may_be_queued:
-        state = replace(state, queued=queue_state(state))
+        state = replace(state, queued=ask_slurm_state(state))
     console.print(render(state, is_alive, height=console.height if console.is_terminal else 40))
-    return status_of(state, is_alive)
+    return exit_status(state, is_alive)
 
 
-def follow(console: Console, options: argparse.Namespace) -> int:
+def redraw_until_end(console: Console, options: argparse.Namespace) -> int:
     """Redraw the screen at each look, until Ctrl-C or the end of the run: not while its job is queued again.
 
     Returns the exit status.
@@ -87,16 +91,16 @@ def follow(console: Console, options: argparse.Namespace) -> int:
             while True:
                 if state.may_be_queued and (state.ending or is_alive is False):
                     if state.seconds - asked_at >= ASK_SECONDS:
-                        asked_at, queued = state.seconds, queue_state(state)
+                        asked_at, queued = state.seconds, ask_slurm_state(state)
                     state = replace(state, queued=queued)
                 else:
                     asked_at = -ASK_SECONDS
                 live.update(render(state, is_alive, console.height - 1), refresh=True)
                 if is_over(state, is_alive):
-                    return status_of(state, is_alive)
+                    return exit_status(state, is_alive)
                 time.sleep(_INTERVAL_SECONDS)
                 before, state = state, read_state(options.run)
-                if state.moved_since(before):
+                if state.heartbeat_changed_since(before):
                     moved_at = state.seconds
                 is_alive = True if moved_at == state.seconds else is_alive
                 if state.seconds - moved_at >= DEAD_SECONDS:
@@ -113,7 +117,7 @@ def is_over(state: RunState, is_alive: bool | None) -> bool:
     return has_stopped and not state.may_be_queued
 
 
-def status_of(state: RunState, is_alive: bool | None) -> int:
+def exit_status(state: RunState, is_alive: bool | None) -> int:
     """The exit status: 0 if the run is active, has finished or was stopped normally, else 1."""
     in_order = is_alive or state.is_starting or state.is_finished or state.ending in ("finished", "stopped early")
     return 0 if in_order and not state.is_stalled else 1

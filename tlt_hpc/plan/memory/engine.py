@@ -16,11 +16,11 @@ from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.sharding import Sharding
-from tlt_hpc.plan.memory.situation import NamedBytes, Situation, present
+from tlt_hpc.plan.memory.situation import NamedBytes, Situation, without_empty_parts
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.settings import EngineSettings, pool_sizes
-from tlt_hpc.rollout.strategy import strategies_of
+from tlt_hpc.rollout.strategy import parse_strategies
 
 GRAPHS_BYTES = 1_500_000_000
 """Assumed for captured graphs on a GPU: their intermediates, and what the driver keeps of each."""
@@ -42,15 +42,15 @@ class PlannedEngine:
             ConfigError: ``rollout.kv_bytes`` holds no sequence of full length.
         """
         self.situation, tensor_parallel = situation, situation.config.rollout.tensor_parallel
-        self.settings = _settings(situation)
+        self.settings = _make_engine_settings(situation)
         # oneDNN packs large matrices on CPUs
         was_enabled = bool(torch.backends.mkldnn.enabled)
         _enable_onednn(situation.device == "cpu")
         try:
             with _META:
                 decoder = Decoder(situation.shape, situation.decoding_dtype, _META, Sharding(0, tensor_parallel))
-                decoder.pack()
-                self.drafter = _drafter(situation, decoder) if situation.learns_drafting else None
+                decoder.pack_weights()
+                self.drafter = _make_planned_drafter(situation, decoder) if situation.has_learned_drafter else None
                 num_features = self.drafter.num_features if self.drafter else 0
                 self.sizes = pool_sizes(self.settings, decoder, num_features)
                 engine = RolloutEngine(decoder, self.settings, self.drafter)
@@ -67,14 +67,14 @@ class PlannedEngine:
         return sum(parameter.numel() for parameter in self.drafter.parameters()) if self.drafter else 0
 
     @property
-    def parts(self) -> NamedBytes:
+    def resident_bytes(self) -> NamedBytes:
         """Bytes that the engine holds from the start to the end of a run."""
         is_cuda, sizes = self.situation.device == "cuda", self.sizes
         tokens = 8 * sizes.num_rows * sizes.num_positions  # on GPUs noise is not kept, and log-probabilities are not
         trained = 0
         if self.drafter:  # whole, and as precise as the other
             trained = self.drafter.rotary.num_bytes
-        return present(
+        return without_empty_parts(
             {
                 "rollout weights": self.table["weights"],
                 "packed weights": self.table["packed weights"],
@@ -88,10 +88,10 @@ class PlannedEngine:
         )
 
     @property
-    def workspace(self) -> NamedBytes:
+    def workspace_bytes(self) -> NamedBytes:
         """Bytes that the widest pass and the choice of its tokens take temporarily."""
         rollout, shape = self.situation.config.rollout, self.part
-        vocab_size, item = shape.vocab_size, self.situation.decoding_item
+        vocab_size, item = shape.vocab_size, self.situation.decoding_bytes_per_number
         strategies = self.settings.strategies
         rows = max(min(rollout.max_live, one.max_rows(vocab_size)) * one.widest_pass for one in strategies)
         tokens = max(rows, min(rollout.prefill_tokens, rollout.max_live * self.settings.max_prompt_tokens))
@@ -99,14 +99,14 @@ class PlannedEngine:
         qkv = q + 2 * shape.num_kv_heads * shape.head_dim
         inner = 4 * shape.mlp_width + 2 * shape.experts_per_token * h
         is_cuda = self.situation.device == "cuda"
-        return present(
+        return without_empty_parts(
             {
                 "pass of the decoder": item * tokens * (4 * h + 2 * qkv + 2 * q + inner),
                 "logits and scores": rows * vocab_size * 16,
-                "nucleus (top_p)": rows * vocab_size * _nucleus(self.situation),
+                "nucleus (top_p)": rows * vocab_size * _nucleus_bytes_per_logit(self.situation),
                 "pages read": 0 if is_cuda else self._page_gather_bytes(),
-                "attention": self._partial_results() if is_cuda else 0,
-                "tie guard": self._tie_guard_bytes() if self.situation.is_guarded else 0,
+                "attention": self._attention_partials_bytes() if is_cuda else 0,
+                "tie guard": self._tie_guard_bytes() if self.situation.has_tie_guard else 0,
             }
         )
 
@@ -114,14 +114,14 @@ class PlannedEngine:
     def _widest_pass(self) -> int:
         return max(strategy.widest_pass for strategy in self.settings.strategies)
 
-    def _partial_results(self) -> int:
+    def _attention_partials_bytes(self) -> int:
         """What attention on a GPU keeps of spans of sequences until they are joined, in a pass over drafts."""
         queries = self.sizes.num_rows * self._widest_pass * self.part.num_heads
-        return min(PARTIAL_BYTES, 4 * queries * self.part.head_dim * -(-self.situation.longest // SPAN))
+        return min(PARTIAL_BYTES, 4 * queries * self.part.head_dim * -(-self.situation.max_sequence_tokens // SPAN))
 
     def _page_gather_bytes(self) -> int:
         """What a CPU takes to gather a layer's pages and to mask them by query."""
-        shape, item = self.part, self.situation.decoding_item
+        shape, item = self.part, self.situation.decoding_bytes_per_number
         slots = (self.sizes.num_pages + 1) * self.sizes.page_size
         per_group = shape.num_heads // shape.num_kv_heads
         masks = self._widest_pass * (2 + per_group) * item * len(set(shape.windows))
@@ -131,9 +131,9 @@ class PlannedEngine:
         """A layer and a part of the head in float64, and one sequence."""
         s = self.part
         weights = s.hidden_size * (2 * s.num_heads + 2 * s.num_kv_heads) * s.head_dim + s.mlp_parameters
-        if self.situation.decoding_item == 8:  # no copy
+        if self.situation.decoding_bytes_per_number == 8:  # no copy
             weights = 0
-        tokens = self.situation.longest * (8 * s.hidden_size + 4 * s.mlp_width)
+        tokens = self.situation.max_sequence_tokens * (8 * s.hidden_size + 4 * s.mlp_width)
         return 8 * (weights + min(HEAD_ROWS, s.vocab_size) * s.hidden_size + tokens)
 
 
@@ -141,7 +141,7 @@ def _enable_onednn(is_on: bool) -> None:
     torch.backends.mkldnn.set_flags(is_on, _fp32_precision=None)  # type: ignore[no-untyped-call]
 
 
-def _settings(situation: Situation) -> EngineSettings:
+def _make_engine_settings(situation: Situation) -> EngineSettings:
     rollout, speculation = situation.config.rollout, situation.config.speculation
     ahead = speculation.ahead != "off" and situation.num_ranks > rollout.tensor_parallel
     return EngineSettings(
@@ -150,14 +150,14 @@ def _settings(situation: Situation) -> EngineSettings:
         eos_token_ids=(),
         max_live=rollout.max_live,
         max_prompt_tokens=situation.config.data.max_prompt_tokens,
-        tie_guard=situation.is_guarded,
+        tie_guard=situation.has_tie_guard,
         kv_bytes=rollout.kv_bytes,
         page_size=rollout.page_size,
-        strategies=strategies_of(speculation.mode, speculation.strategies, ahead),
+        strategies=parse_strategies(speculation.mode, speculation.strategies, ahead),
     )
 
 
-def _drafter(situation: Situation, decoder: Decoder) -> Drafter:
+def _make_planned_drafter(situation: Situation, decoder: Decoder) -> Drafter:
     settings, shape = situation.config.drafter, situation.shape
     among = torch.arange(min(settings.vocabulary, shape.vocab_size))
     ids = among if settings.form == "eagle3" else None
@@ -169,10 +169,10 @@ def _drafter(situation: Situation, decoder: Decoder) -> Drafter:
     return drafter
 
 
-def _nucleus(situation: Situation) -> int:
+def _nucleus_bytes_per_logit(situation: Situation) -> int:
     """Bytes per logit, if rollouts or the evaluations between steps sample from a nucleus."""
     rollout, evaluation = situation.config.rollout, situation.config.evaluation
     judged = evaluation.every_steps and evaluation.samples and evaluation.top_p < 1.0
     if rollout.top_p == 1.0 and not judged:
         return 0
-    return _GUARDED_NUCLEUS_BYTES if situation.is_guarded else _NUCLEUS_BYTES
+    return _GUARDED_NUCLEUS_BYTES if situation.has_tie_guard else _NUCLEUS_BYTES

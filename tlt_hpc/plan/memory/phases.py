@@ -5,15 +5,15 @@ from __future__ import annotations
 from tlt_hpc.checkpoint.save import CHUNK_BYTES
 from tlt_hpc.plan.memory.engine import PAGES, PlannedEngine
 from tlt_hpc.plan.memory.plan import MemoryPlan, PhaseMemory
-from tlt_hpc.plan.memory.situation import NamedBytes, Situation, present, total
+from tlt_hpc.plan.memory.situation import NamedBytes, Situation, total_bytes, without_empty_parts
 from tlt_hpc.plan.memory.training import (
     FROZEN,
     MOMENTS,
     TrainingState,
     drafter_activations,
     gathered_reference_bytes,
-    reference_parts,
-    training_state,
+    reference_model_bytes,
+    training_state_bytes,
     update_activation_bytes,
 )
 
@@ -34,30 +34,34 @@ def plan_memory(situation: Situation, engine: PlannedEngine | None = None) -> Me
     Raises:
         ConfigError: ``rollout.kv_bytes`` holds no response of full length.
     """
-    state, is_cuda = training_state(situation), situation.device == "cuda"
+    state, is_cuda = training_state_bytes(situation), situation.device == "cuda"
     engine = engine or PlannedEngine(situation)
     num_drafter = engine.num_drafter_parameters
     saved = _checkpoint_bytes(situation, num_drafter)
     runtime = {"CUDA, NCCL (assumed)": CONTEXT_BYTES + COMMUNICATOR_BYTES * _num_communicators(situation)}
-    training = _drafter(situation, num_drafter) | state.resident | reference_parts(situation)
+    training = _drafter_training_bytes(situation, num_drafter) | state.resident | reference_model_bytes(situation)
     start = {name: count for name, count in training.items() if name != MOMENTS}  # the first step makes them
-    held = (runtime if is_cuda else {}) | engine.parts
+    held = (runtime if is_cuda else {}) | engine.resident_bytes
     # on CPUs the host's memory is the device's
-    resident = held | training | ({} if is_cuda else _checkpoint_copy(situation, saved))
+    resident = held | training | ({} if is_cuda else _checkpoint_copy_bytes(situation, saved))
     phases = [
         PhaseMemory("start", held | start | _loading_phase_bytes(situation, state)),
-        PhaseMemory("rollout", resident | engine.workspace),
-        *([PhaseMemory("tail", resident | _tail(situation, num_drafter))] if situation.has_tail else []),
+        PhaseMemory("rollout", resident | engine.workspace_bytes),
+        *(
+            [PhaseMemory("tail", resident | _tail_phase_bytes(situation, num_drafter))]
+            if situation.has_tail_phase
+            else []
+        ),
         PhaseMemory(
             "update", {**resident, PAGES: 0} | _update_phase_bytes(situation, state, num_drafter)
         ),  # given back meanwhile
         PhaseMemory("save", resident),
     ]
-    loaded = {"weights while loading": situation.item * situation.shape.num_parameters if is_cuda else 0}
+    loaded = {"weights while loading": situation.bytes_per_number * situation.shape.num_parameters if is_cuda else 0}
     is_sharded = situation.config.optimizer.zero_stage == 3  # rank 0 reads the policy and the reference for all
-    copy = _checkpoint_copy(situation, saved) if is_cuda else {}
+    copy = _checkpoint_copy_bytes(situation, saved) if is_cuda else {}
     host = _host_memory_bytes(situation, state, copy if is_sharded else loaded | copy)
-    first_host = present(loaded if is_sharded else {})
+    first_host = without_empty_parts(loaded if is_sharded else {})
     return MemoryPlan(situation, engine, tuple(phases), host, first_host, _disk_bytes(situation, saved))
 
 
@@ -73,14 +77,16 @@ def micro_batch_tokens(situation: Situation) -> int:
     config, rollout = situation.config, situation.config.rollout
     sharing = config.optimizer.sequence_parallel
     samples = rollout.prompts_per_step * rollout.group_size // config.algorithm.updates_per_step
-    share = -(-samples * sharing // situation.num_ranks) * situation.longest
-    tokens = min(share, max(config.optimizer.micro_batch_tokens, situation.longest))
+    share = -(-samples * sharing // situation.num_ranks) * situation.max_sequence_tokens
+    tokens = min(share, max(config.optimizer.micro_batch_tokens, situation.max_sequence_tokens))
     return -(-tokens // sharing)
 
 
-def _drafter(situation: Situation, count: int) -> NamedBytes:
+def _drafter_training_bytes(situation: Situation, count: int) -> NamedBytes:
     average = 4 * count if situation.config.speculation.trains_drafter else 0
-    return present({"drafter in training": 4 * count, "drafter's moments": 8 * count, "drafter's average": average})
+    return without_empty_parts(
+        {"drafter in training": 4 * count, "drafter's moments": 8 * count, "drafter's average": average}
+    )
 
 
 def _loading_phase_bytes(situation: Situation, state: TrainingState) -> NamedBytes:
@@ -90,41 +96,41 @@ def _loading_phase_bytes(situation: Situation, state: TrainingState) -> NamedByt
     time, the largest of them the embedding; a reference follows in the same way.
     """
     stage, shape = situation.config.optimizer.zero_stage, situation.shape
-    whole = situation.item * shape.num_parameters
+    whole = situation.bytes_per_number * shape.num_parameters
     if stage == 3:
         if situation.device == "cuda":
-            whole = situation.item * shape.vocab_size * shape.hidden_size
-        begun = total(state.resident) - sum(state.resident.get(name, 0) for name in ("policy", FROZEN, MOMENTS))
-        whole -= min(begun, total(reference_parts(situation))) if situation.has_reference else begun
+            whole = situation.bytes_per_number * shape.vocab_size * shape.hidden_size
+        begun = total_bytes(state.resident) - sum(state.resident.get(name, 0) for name in ("policy", FROZEN, MOMENTS))
+        whole -= min(begun, total_bytes(reference_model_bytes(situation))) if situation.has_reference else begun
     elif situation.frozen_parameters:  # stays as it is
-        whole = 4 * situation.own_parameters
+        whole = 4 * situation.num_shard_parameters
     elif stage:
-        whole = max(whole, 4 * situation.own_parameters)  # later the gradients, which begin as zeros
-    return present({"policy, not yet shared out": max(0, whole) if stage else 0})
+        whole = max(whole, 4 * situation.num_shard_parameters)  # later the gradients, which begin as zeros
+    return without_empty_parts({"policy, not yet shared out": max(0, whole) if stage else 0})
 
 
-def _tail(situation: Situation, num_drafter: int) -> NamedBytes:
+def _tail_phase_bytes(situation: Situation, num_drafter: int) -> NamedBytes:
     activations = drafter_activations(situation, situation.config.drafter.micro_step_tokens)
-    return present({"drafter's gradients": 4 * num_drafter, "drafter's activations": activations})
+    return without_empty_parts({"drafter's gradients": 4 * num_drafter, "drafter's activations": activations})
 
 
 def _update_phase_bytes(situation: Situation, state: TrainingState, num_drafter: int) -> NamedBytes:
     """The update at its largest: in a backward pass, at the end of one, or in the optimiser's step."""
     activations = update_activation_bytes(situation, micro_batch_tokens(situation))
     # on a CPU the sum in progress is held as tensors; on a GPU it has ended before, and takes less than what follows
-    merges = situation.device == "cpu" and situation.has_tail
+    merges = situation.device == "cpu" and situation.has_tail_phase
     merge = {"merge of the drafters": 12 * num_drafter if merges else 0}
     gathered = state.held | gathered_reference_bytes(situation)
-    if state.stepping > total(gathered) + max(activations, state.reduced):
-        return present({**merge, "optimiser's step": state.stepping})
+    if state.stepping > total_bytes(gathered) + max(activations, state.reduced):
+        return without_empty_parts({**merge, "optimiser's step": state.stepping})
     largest = "gradients being reduced" if state.reduced > activations else "activations"
-    return present({**merge, **gathered, largest: max(state.reduced, activations)})
+    return without_empty_parts({**merge, **gathered, largest: max(state.reduced, activations)})
 
 
 def _host_memory_bytes(situation: Situation, state: TrainingState, more: dict[str, int]) -> NamedBytes:
     """Host memory of one rank."""
-    reference = situation.item * situation.own_parameters  # a rank's shard
-    return present(
+    reference = situation.bytes_per_number * situation.num_shard_parameters  # a rank's shard
+    return without_empty_parts(
         {
             "process (assumed)": PROCESS_BYTES[situation.device],
             **more,
@@ -143,7 +149,7 @@ def _checkpoint_bytes(situation: Situation, num_drafter: int) -> tuple[int, int]
     return 12 * situation.trained_parameters + drafter, drafter * situation.trains_drafter
 
 
-def _checkpoint_copy(situation: Situation, saved: tuple[int, int]) -> NamedBytes:
+def _checkpoint_copy_bytes(situation: Situation, saved: tuple[int, int]) -> NamedBytes:
     """A rank's share of either kind of checkpoint, in whole chunks each."""
     chunks = sum(-(-num_bytes // (situation.num_ranks * CHUNK_BYTES)) for num_bytes in saved)
     return {"copy for checkpoints": chunks * CHUNK_BYTES}
@@ -152,13 +158,15 @@ def _checkpoint_copy(situation: Situation, saved: tuple[int, int]) -> NamedBytes
 def _disk_bytes(situation: Situation, saved: tuple[int, int]) -> NamedBytes:
     """Upper bound of what the whole run writes."""
     config = situation.config
-    step = config.samples_per_step * (4 * situation.longest + (_LOG_BYTES - 4) * config.rollout.max_new_tokens)
-    return present(
+    step = config.samples_per_step * (
+        4 * situation.max_sequence_tokens + (_LOG_BYTES - 4) * config.rollout.max_new_tokens
+    )
+    return without_empty_parts(
         {
             # the next is written before the oldest is removed; the best by an evaluation is kept beside the newest
             "checkpoints": (config.checkpoint.keep + 1 + bool(config.evaluation.every_steps)) * saved[0],
             "the drafter's between them": 3 * saved[1],
-            "features": config.drafter.cache_bytes * situation.num_ranks if situation.learns_drafting else 0,
+            "features": config.drafter.cache_bytes * situation.num_ranks if situation.has_learned_drafter else 0,
             "rollout logs": step * config.run.num_steps,
         }
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tlt_hpc.plan.memory.engine import PlannedEngine
-from tlt_hpc.plan.memory.situation import NamedBytes, Situation, total
+from tlt_hpc.plan.memory.situation import NamedBytes, Situation, total_bytes
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class PhaseMemory:
     @property
     def num_bytes(self) -> int:
         """Bytes of all parts."""
-        return total(self.parts)
+        return total_bytes(self.parts)
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class MemoryPlan:
     disk: NamedBytes
 
     @property
-    def peak(self) -> PhaseMemory:
+    def peak_phase(self) -> PhaseMemory:
         """The phase that takes most."""
         return max(self.phases, key=lambda phase: phase.num_bytes)
 
     @property
     def node_bytes(self) -> int:
         """Host memory of rank 0's node, which takes most; on CPUs the ranks' tensors are part of it."""
-        device = self.peak.num_bytes if self.situation.device == "cpu" else 0
+        device = self.peak_phase.num_bytes if self.situation.device == "cpu" else 0
         ranks = min(self.situation.ranks_per_node, self.situation.num_ranks)
-        return (total(self.host) + device) * ranks + total(self.first_host)
+        return (total_bytes(self.host) + device) * ranks + total_bytes(self.first_host)
 
 
 HERE = "this machine's available memory"
@@ -58,12 +58,12 @@ class MemoryLimits:
     host_is: str = "each node's host memory"
     """What ``host`` is of, in words."""
 
-    def hold(self, plan: MemoryPlan) -> bool:
+    def plan_fits(self, plan: MemoryPlan) -> bool:
         """Return True if the plan stays within the limits."""
-        return max(self.shares(plan)) <= 1
+        return max(self.used_shares(plan)) <= 1
 
-    def shares(self, plan: MemoryPlan) -> tuple[float, float]:
+    def used_shares(self, plan: MemoryPlan) -> tuple[float, float]:
         """The share that is used of a GPU's memory and of a node's; 0 if it was not given."""
-        used = (plan.peak.num_bytes, self.device), (plan.node_bytes, self.host)
+        used = (plan.peak_phase.num_bytes, self.device), (plan.node_bytes, self.host)
         device, host = (0.0 if limit is None else num_bytes / limit for num_bytes, limit in used)
         return device, host

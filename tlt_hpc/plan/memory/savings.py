@@ -20,7 +20,7 @@ class Savings:
     changed: dict[str, object] = field(default_factory=dict)
 
     @property
-    def what(self) -> str:
+    def command_line_settings(self) -> str:
         """The settings as they are written on the command line."""
         values = {key: str(value).lower() if isinstance(value, bool) else value for key, value in self.changed.items()}
         return " ".join(f"{key}={value}" for key, value in values.items())
@@ -33,29 +33,31 @@ def find_memory_savings(plan: MemoryPlan, limits: MemoryLimits) -> Savings:
     and does not make the other one exceed its own. ZeRO stage 3 counts as help, since offload needs it.
     """
     found, times = Savings(plan), Counter[str]()
-    while not limits.hold(found.plan):
-        for key, value in sorted(_changes(found.plan), key=lambda change: times[change[0]]):
-            changed = _savings(plan, {**found.changed, key: value})
-            if changed is not None and (key == "optimizer.zero_stage" or _helps(found.plan, changed.plan, limits)):
+    while not limits.plan_fits(found.plan):
+        for key, value in sorted(_candidate_setting_changes(found.plan), key=lambda change: times[change[0]]):
+            changed = _savings_from_settings(plan, {**found.changed, key: value})
+            if changed is not None and (
+                key == "optimizer.zero_stage" or _lowers_exceeded_memory(found.plan, changed.plan, limits)
+            ):
                 found = changed
                 times[key] += 1
                 break
         else:
             return found
     for key in reversed(found.changed):
-        without = _savings(plan, {other: value for other, value in found.changed.items() if other != key})
-        if without is not None and limits.hold(without.plan):
+        without = _savings_from_settings(plan, {other: value for other, value in found.changed.items() if other != key})
+        if without is not None and limits.plan_fits(without.plan):
             found = without
     return found
 
 
-def _helps(plan: MemoryPlan, other: MemoryPlan, limits: MemoryLimits) -> bool:
-    shares = list(zip(limits.shares(plan), limits.shares(other), strict=True))
+def _lowers_exceeded_memory(plan: MemoryPlan, other: MemoryPlan, limits: MemoryLimits) -> bool:
+    shares = list(zip(limits.used_shares(plan), limits.used_shares(other), strict=True))
     exceeding = any(new < old for old, new in shares if old > 1)
     return exceeding and all(new <= max(1.0, old) for old, new in shares)
 
 
-def _savings(plan: MemoryPlan, changed: dict[str, object]) -> Savings | None:
+def _savings_from_settings(plan: MemoryPlan, changed: dict[str, object]) -> Savings | None:
     """The plan with other settings by key; None if the model or the ranks do not allow them."""
     situation, tree = plan.situation, plan.situation.config.model_dump()
     for key, value in changed.items():
@@ -75,15 +77,15 @@ def _savings(plan: MemoryPlan, changed: dict[str, object]) -> Savings | None:
         return None
 
 
-def _changes(plan: MemoryPlan) -> Iterator[tuple[str, object]]:
+def _candidate_setting_changes(plan: MemoryPlan) -> Iterator[tuple[str, object]]:
     """One further change of each setting, the least costly first: more passes, then more communication, fewer replicas
     or live sequences, a slower update, host memory."""
     situation, sizes = plan.situation, plan.engine.sizes
-    config, longest = situation.config, situation.longest
+    config, longest = situation.config, situation.max_sequence_tokens
     rollout, optimizer, drafter = config.rollout, config.optimizer, config.drafter
     if optimizer.micro_batch_tokens > longest:
         yield "optimizer.micro_batch_tokens", max(longest, optimizer.micro_batch_tokens // 2)
-    if situation.learns_drafting and drafter.micro_step_tokens > 256:
+    if situation.has_learned_drafter and drafter.micro_step_tokens > 256:
         yield "drafter.micro_step_tokens", max(256, drafter.micro_step_tokens // 2)
     if optimizer.zero_stage < 3:
         yield "optimizer.zero_stage", 3
@@ -95,9 +97,9 @@ def _changes(plan: MemoryPlan) -> Iterator[tuple[str, object]]:
         yield "rollout.max_live", rollout.max_live // 2
     if not situation.ranks_per_node % (2 * rollout.tensor_parallel):
         yield "rollout.tensor_parallel", 2 * rollout.tensor_parallel
-    if not optimizer.repeats_layers(situation.device):
+    if not optimizer.uses_gradient_checkpointing(situation.device):
         yield "optimizer.gradient_checkpointing", True
     if situation.device == "cuda" and not optimizer.offload:
         yield "optimizer.offload", True
-    if situation.offloads and optimizer.zero_stage == 3 and optimizer.offload != "parameters":
+    if situation.offloads_optimizer and optimizer.zero_stage == 3 and optimizer.offload != "parameters":
         yield "optimizer.offload", "parameters"

@@ -58,7 +58,7 @@ _WITH_MORE: dict[str, dict[str, Any]] = {
 _SUFFIXES = ("-Instruct", "-Base", "-it", "-pt")
 
 
-def named_shape(name: str) -> ModelShape | None:
+def find_shape_by_name(name: str) -> ModelShape | None:
     """The shape of a model of this name; None where it is not known."""
     for suffix in _SUFFIXES:
         name = name.replace(suffix, "")
@@ -77,7 +77,7 @@ def find_shape(path: str, given: str | None) -> ModelShape:
         return read_shape(find_model(path))
     place = Path(given or path)
     folder = place.parent if place.name == "config.json" else place
-    shape = read_shape(folder) if (folder / "config.json").is_file() else named_shape(place.name)
+    shape = read_shape(folder) if (folder / "config.json").is_file() else find_shape_by_name(place.name)
     if shape is None:
         what = f"model.path = {path!r}" if given is None else f"--shape {given}"
         raise ConfigError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from tlt_hpc.models.documents import MAX_SCORES, RUN_TOKENS
 from tlt_hpc.models.policy_model import CHUNK_LOGITS
 from tlt_hpc.models.shape import ModelShape
-from tlt_hpc.plan.memory.situation import NamedBytes, Situation, present
+from tlt_hpc.plan.memory.situation import NamedBytes, Situation, without_empty_parts
 from tlt_hpc.rl.distributed import REDUCE_BUCKET_ELEMENTS
 
 MOMENTS, FROZEN = "Adam moments", "frozen weights"
@@ -50,107 +50,112 @@ class TrainingState:
     """In host memory, with offload."""
 
 
-def training_state(situation: Situation) -> TrainingState:
+def training_state_bytes(situation: Situation) -> TrainingState:
     """Bytes of the policy's engine at the configured ZeRO stage."""
     stage = situation.config.optimizer.zero_stage
     if stage == 0:
-        state = _stage_0(situation.trained_parameters)
-    elif stage == 1 and situation.item == 2 and not situation.offloads:
-        state = _stage_1_in_bf16(situation)
+        state = _zero_stage_0_bytes(situation.trained_parameters)
+    elif stage == 1 and situation.bytes_per_number == 2 and not situation.offloads_optimizer:
+        state = _zero_stage_1_bf16_bytes(situation)
     else:
-        state = _stage_3(situation) if stage == 3 else _stage_1_or_2(situation)
+        state = _zero_stage_3_bytes(situation) if stage == 3 else _zero_stage_1_2_bytes(situation)
     frozen = -(-situation.frozen_parameters // (situation.num_ranks if stage == 3 else 1))
-    state = replace(state, resident=present({FROZEN: situation.item * frozen}) | state.resident)
-    return _offloaded(state, situation) if situation.offloads else state
+    state = replace(state, resident=without_empty_parts({FROZEN: situation.bytes_per_number * frozen}) | state.resident)
+    return _with_optimizer_offloaded(state, situation) if situation.offloads_optimizer else state
 
 
-def _stage_0(count: int) -> TrainingState:
+def _zero_stage_0_bytes(count: int) -> TrainingState:
     return TrainingState(
-        resident=present({"policy": 4 * count, MOMENTS: 8 * count}),
-        held=present({"gradients": 4 * count}),
+        resident=without_empty_parts({"policy": 4 * count, MOMENTS: 8 * count}),
+        held=without_empty_parts({"gradients": 4 * count}),
         reduced=4 * min(count, _STAGE_0_REDUCED),
         stepping=4 * count,
     )
 
 
-def _stage_1_in_bf16(situation: Situation) -> TrainingState:
+def _zero_stage_1_bf16_bytes(situation: Situation) -> TrainingState:
     """DeepSpeed's BF16_Optimizer: every rank keeps all gradients, in fp32."""
-    count, own = situation.trained_parameters, situation.own_parameters
+    count, own = situation.trained_parameters, situation.num_shard_parameters
     state = {"policy": 2 * count, "gradients": 4 * count, "fp32 masters": 4 * own, MOMENTS: 8 * own}
-    return TrainingState(present(state), present({"gradients in bf16": 2 * count}), stepping=2 * count + 8 * own)
+    return TrainingState(
+        without_empty_parts(state), without_empty_parts({"gradients in bf16": 2 * count}), stepping=2 * count + 8 * own
+    )
 
 
-def _stage_1_or_2(situation: Situation) -> TrainingState:
-    count, own = situation.trained_parameters, situation.own_parameters
+def _zero_stage_1_2_bytes(situation: Situation) -> TrainingState:
+    count, own = situation.trained_parameters, situation.num_shard_parameters
     is_stage_1 = situation.config.optimizer.zero_stage == 1
     bucket = 4 * min(count, REDUCE_BUCKET_ELEMENTS)
     # stage 1 adds up whole gradients over the micro-batches, stage 2 each rank's shard
-    held = {"gradients": situation.item * count if is_stage_1 else 4 * own, "bucket of gradients": bucket}
+    held = {"gradients": situation.bytes_per_number * count if is_stage_1 else 4 * own, "bucket of gradients": bucket}
     return TrainingState(
-        resident=present({"policy": situation.item * count, "fp32 masters": 4 * own, MOMENTS: 8 * own}),
-        held=present({**held, **_head_reduction(situation)}),
+        resident=without_empty_parts(
+            {"policy": situation.bytes_per_number * count, "fp32 masters": 4 * own, MOMENTS: 8 * own}
+        ),
+        held=without_empty_parts({**held, **_head_gradient_bytes(situation)}),
         reduced=4 * own if is_stage_1 else bucket,
         stepping=12 * own,
     )
 
 
-def _stage_3(situation: Situation) -> TrainingState:
-    count, own, item = situation.trained_parameters, situation.own_parameters, situation.item
+def _zero_stage_3_bytes(situation: Situation) -> TrainingState:
+    count, own, item = situation.trained_parameters, situation.num_shard_parameters, situation.bytes_per_number
     bucket = 4 * min(count, REDUCE_BUCKET_ELEMENTS)
     gathered = (
-        min(count + situation.frozen_parameters, small_parameters(situation) + _MAX_GATHERED)
+        min(count + situation.frozen_parameters, num_unsharded_parameters(situation) + _MAX_GATHERED)
         if situation.num_ranks > 1
         else 0
     )
     state = {"policy": item * own, "gradients": 4 * own, "fp32 masters": 4 * own, MOMENTS: 8 * own}
     return TrainingState(
-        resident=present({**state, "bucket of gradients": bucket}),
-        held=present({"gathered weights": item * gathered, **_head_reduction(situation)}),
+        resident=without_empty_parts({**state, "bucket of gradients": bucket}),
+        held=without_empty_parts({"gathered weights": item * gathered, **_head_gradient_bytes(situation)}),
         reduced=2 * bucket,
         stepping=12 * own,
     )
 
 
-def _offloaded(state: TrainingState, situation: Situation) -> TrainingState:
+def _with_optimizer_offloaded(state: TrainingState, situation: Situation) -> TrainingState:
     """The state with masters, moments and the rank's gradients in host memory, where the step is taken too; its
     parameters if asked.
 
     The host has the gradients twice: as they are added up, and as the step reads them.
     """
-    own, moves_parameters = situation.own_parameters, situation.offloads_parameters
+    own, moves_parameters = situation.num_shard_parameters, situation.offloads_parameters
     groups = [min(_SUB_GROUP, own - start) for start in range(0, own, _SUB_GROUP)]
-    host = 12 * own + _pinned(4 * own) + sum(_pinned(4 * count) for count in groups)
+    host = 12 * own + _pinned_allocation_bytes(4 * own) + sum(_pinned_allocation_bytes(4 * count) for count in groups)
     away = {"fp32 masters", MOMENTS, "gradients"} | ({"policy", FROZEN} if moves_parameters else set())
     return TrainingState(
         resident={name: count for name, count in state.resident.items() if name not in away},
         held={name: count for name, count in state.held.items() if name not in away},
         reduced=state.reduced,
-        host=host + sum(_pinned(state.resident.get(name, 0)) for name in ("policy", FROZEN) if moves_parameters),
+        host=host
+        + sum(_pinned_allocation_bytes(state.resident.get(name, 0)) for name in ("policy", FROZEN) if moves_parameters),
     )
 
 
-def _pinned(num_bytes: int) -> int:
+def _pinned_allocation_bytes(num_bytes: int) -> int:
     """What torch's allocator takes for so many bytes of pinned host memory: the next power of two."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
-def _head_reduction(situation: Situation) -> dict[str, int]:
+def _head_gradient_bytes(situation: Situation) -> dict[str, int]:
     """The largest gradient, mostly the head's (if tied, the embedding's), while it is reduced, if it exceeds a bucket.
 
     In half precision a float32 copy of it is sent while the backward pass continues with the layers.
     """
     shape = situation.shape
-    largest = max(shape.vocab_size * shape.hidden_size, *_mlp_matrices(shape))
+    largest = max(shape.vocab_size * shape.hidden_size, *_mlp_matrix_sizes(shape))
     count = 0 if situation.frozen_parameters else largest
-    size = situation.item + (4 if situation.item == 2 else 0)
+    size = situation.bytes_per_number + (4 if situation.bytes_per_number == 2 else 0)
     return {"head's gradient": count * size if count > REDUCE_BUCKET_ELEMENTS else 0}
 
 
-def small_parameters(situation: Situation) -> int:
+def num_unsharded_parameters(situation: Situation) -> int:
     """Parameters in tensors that stage 3 never shards: norms and biases, and all of a small model."""
     s = situation.shape
     rows, columns = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    matrices = [rows * s.hidden_size] * 2 + [columns * s.hidden_size] * 2 + _mlp_matrices(s)
+    matrices = [rows * s.hidden_size] * 2 + [columns * s.hidden_size] * 2 + _mlp_matrix_sizes(s)
     table = s.vocab_size * s.hidden_size
     tables = [table] if s.tied_head else [table, table]
     large = s.num_layers * sum(size for size in matrices if size > _KEPT_WHOLE)
@@ -158,7 +163,7 @@ def small_parameters(situation: Situation) -> int:
     return s.num_parameters - large + (situation.trained_parameters if situation.frozen_parameters else 0)
 
 
-def _mlp_matrices(s: ModelShape) -> list[int]:
+def _mlp_matrix_sizes(s: ModelShape) -> list[int]:
     """Sizes of the tensors of a layer's MLP; those of all experts are in one."""
     if not s.num_experts:
         return [s.intermediate_size * s.hidden_size] * 3
@@ -169,15 +174,15 @@ def _mlp_matrices(s: ModelShape) -> list[int]:
 # --- the reference model: whole below stage 3, sharded at stage 3 ---
 
 
-def reference_parts(situation: Situation) -> NamedBytes:
+def reference_model_bytes(situation: Situation) -> NamedBytes:
     """Bytes of the reference model on the device; at stage 3 its shard, and small tensors whole once they were read."""
     if not situation.has_reference:
         return {}
     count = situation.shape.num_parameters
     if situation.config.optimizer.zero_stage == 3:
-        count = 0 if situation.offloads_parameters else situation.own_parameters
-        count += small_parameters(situation) if situation.num_ranks > 1 else 0
-    return present({"reference": situation.item * count})
+        count = 0 if situation.offloads_parameters else situation.num_shard_parameters
+        count += num_unsharded_parameters(situation) if situation.num_ranks > 1 else 0
+    return without_empty_parts({"reference": situation.bytes_per_number * count})
 
 
 def gathered_reference_bytes(situation: Situation) -> NamedBytes:
@@ -186,9 +191,9 @@ def gathered_reference_bytes(situation: Situation) -> NamedBytes:
     if not situation.has_reference or not is_sharded:
         return {}
     s = situation.shape
-    most = s.vocab_size * s.hidden_size + _PREFETCHED + max(_mlp_matrices(s))
-    count = min(s.num_parameters - small_parameters(situation), most)
-    return present({"gathered reference": situation.item * count})
+    most = s.vocab_size * s.hidden_size + _PREFETCHED + max(_mlp_matrix_sizes(s))
+    count = min(s.num_parameters - num_unsharded_parameters(situation), most)
+    return without_empty_parts({"gathered reference": situation.bytes_per_number * count})
 
 
 # --- activations: what a forward pass keeps for its backward pass ---
@@ -196,36 +201,36 @@ def gathered_reference_bytes(situation: Situation) -> NamedBytes:
 
 def update_activation_bytes(situation: Situation, num_tokens: int) -> int:
     """Most bytes of activations in one forward and backward pass of the policy over ``num_tokens``."""
-    shape, item = situation.shape, situation.item
+    shape, item = situation.shape, situation.bytes_per_number
     layer = _policy_layer_bytes(situation) * num_tokens
-    repeats = situation.config.optimizer.repeats_layers(situation.device)
+    repeats = situation.config.optimizer.uses_gradient_checkpointing(situation.device)
     kept = num_tokens * item * shape.hidden_size * shape.num_layers if repeats else layer * shape.num_layers
     kept += num_tokens * (3 * item * shape.hidden_size + 2 * item * shape.head_dim)  # the last norm, rotary table
     if situation.config.algorithm.router_aux_coefficient:  # all routers' logits, and their softmax in float32
         kept += num_tokens * (item + 4) * shape.num_experts * shape.num_layers
     gradients = num_tokens * item * 3 * max(shape.hidden_size, shape.mlp_width // 2)
-    gradients += _query_gradients(situation, num_tokens)
+    gradients += _query_gradient_bytes(situation, num_tokens)
     logits = _LOGIT_BYTES * min(num_tokens * shape.vocab_size, max(CHUNK_LOGITS, shape.vocab_size))
     if item == 2 and not situation.frozen_parameters:  # the head's gradient and a part, in float32
         logits += 8 * shape.vocab_size * shape.hidden_size
     return kept + max(logits, gradients + (layer if repeats else 0))
 
 
-def _query_gradients(situation: Situation, num_tokens: int) -> int:
+def _query_gradient_bytes(situation: Situation, num_tokens: int) -> int:
     """What deterministic flash attention adds up the queries' gradients in, in float32: the fewer documents, the more
     buffers of all queries.
     """
     s, optimizer = situation.shape, situation.config.optimizer
-    if situation.device == "cpu" or situation.item == 4:
+    if situation.device == "cpu" or situation.bytes_per_number == 4:
         return 0
-    documents = max(1, num_tokens // situation.longest)
+    documents = max(1, num_tokens // situation.max_sequence_tokens)
     heads = max(1, s.num_heads // optimizer.sequence_parallel)
     return 4 * num_tokens * s.num_heads * s.head_dim * -(-_MULTIPROCESSORS // (documents * heads))
 
 
 def _policy_layer_bytes(situation: Situation) -> int:
     """What one layer of transformers' model keeps of a token."""
-    s, item = situation.shape, situation.item
+    s, item = situation.shape, situation.bytes_per_number
     q, k = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     norm = 3 * item if item == 4 else 4 + 2 * item  # input in float32, normed, weighted; half precision casts
     outputs = 2 if situation.device == "cpu" else 1  # on a GPU the runs of documents need no concatenation
@@ -246,7 +251,7 @@ def drafter_activations(situation: Situation, num_tokens: int) -> int:
     step = 4 * (wide * s.hidden_size + 4 * (q + k) + 4 * s.intermediate_size + 64)
     step += 4 * RUN_TOKENS if situation.device == "cpu" else 0
     kept, most = step * num_tokens, 0
-    length = min(num_tokens, situation.longest)
+    length = min(num_tokens, situation.max_sequence_tokens)
     if settings.num_unrolled > 1:
         scores = s.num_heads * length
         recomputes = scores * length > MAX_SCORES

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tlt_hpc.rewards.answer import Failure, Verdict
-from tlt_hpc.rewards.final_answer import answer_in, find_answer
+from tlt_hpc.rewards.final_answer import extract_mathematics, find_answer
 from tlt_hpc.rewards.mathematics.compare import AnswerComparison
-from tlt_hpc.rewards.mathematics.expression import MAX_CHARACTERS, read_expression
+from tlt_hpc.rewards.mathematics.expression import MAX_CHARACTERS, parse_expression
 from tlt_hpc.rewards.mathematics.node import Node, UnreadableError
-from tlt_hpc.rewards.mathematics.notation import plain_words, tidy
+from tlt_hpc.rewards.mathematics.notation import normalise_notation, to_plain_words
 
 _LETTERS = re.compile(r"[a-z]{3,}")
 """An answer of letters alone is a word, whose letters have an order: no product of variables."""
@@ -42,16 +42,16 @@ def parse_answer(answer: str, commas_separate: bool = False) -> Reading:
     """The reading of an answer's text; ``commas_separate``: none of its commas stands between thousands."""
     if len(answer) > MAX_CHARACTERS:
         return Reading(answer.strip(), None)
-    text = tidy(answer, commas_separate)
+    text = normalise_notation(answer, commas_separate)
     if _LETTERS.fullmatch(text):
         return Reading(text, None)
     try:
-        return Reading(text, read_expression(text))
+        return Reading(text, parse_expression(text))
     except UnreadableError:
         return Reading(text, None)
 
 
-def equal_as_mathematics(text: str, truth: str, is_finished: bool = True) -> Verdict:
+def mathematical_equality_verdict(text: str, truth: str, is_finished: bool = True) -> Verdict:
     """1.0 if the response's answer is mathematically equal to the data's."""
     box = find_answer(truth) if "\\boxed" in truth or "\\fbox" in truth else None
     expected = box.text if box else truth
@@ -59,29 +59,29 @@ def equal_as_mathematics(text: str, truth: str, is_finished: bool = True) -> Ver
     if not wanted.text:
         return Verdict(0.0, Failure.UNREADABLE, f"answer {truth[:80]!r} cannot be read as mathematics")
     found = find_answer(text, is_finished)
-    given = parse_answer(answer_in(found)) if found else Reading("", None)
+    given = parse_answer(extract_mathematics(found)) if found else Reading("", None)
     if found is None or not given.text:
         return Verdict(0.0, detail="the response gives no answer")
-    verdict = _compare(given, wanted)
+    verdict = _compare_readings(given, wanted)
     if not verdict.reward and (_COMMA.search(found.text) or _COMMA.search(expected)):
-        as_lists = _compare(parse_answer(answer_in(found), True), parse_answer(expected, True))
+        as_lists = _compare_readings(parse_answer(extract_mathematics(found), True), parse_answer(expected, True))
         return as_lists if as_lists.reward else verdict
     return verdict
 
 
-def same_answer(text: str, other: str) -> Verdict:
+def answer_equality_verdict(text: str, other: str) -> Verdict:
     """1.0 if two responses give equal answers; unreadable if the first gives no answer."""
     found = [find_answer(each) for each in (text, other)]
-    given, wanted = (parse_answer(answer_in(each)) if each else Reading("", None) for each in found)
+    given, wanted = (parse_answer(extract_mathematics(each)) if each else Reading("", None) for each in found)
     if not given.text:
         return Verdict(0.0, Failure.UNREADABLE, "no answer")
-    return _compare(given, wanted)
+    return _compare_readings(given, wanted)
 
 
-def warm_up() -> None:
+def warm_up_caches() -> None:
     """Have everything imported, compiled and cached that answers would have to wait for, in every fork again."""
     for text, truth in _USUAL:
-        equal_as_mathematics(f"\\boxed{{{text}}}", truth)
+        mathematical_equality_verdict(f"\\boxed{{{text}}}", truth)
 
 
 _USUAL = (
@@ -92,18 +92,18 @@ _USUAL = (
 """Answers of usual forms. What reading one has left in caches makes the next like it several times as fast."""
 
 
-def _compare(given: Reading, wanted: Reading) -> Verdict:
+def _compare_readings(given: Reading, wanted: Reading) -> Verdict:
     shown = given.text
-    if given.text == wanted.text or _bare(given.text) == _bare(wanted.text):
+    if given.text == wanted.text or _remove_needless_spaces(given.text) == _remove_needless_spaces(wanted.text):
         return Verdict(1.0, read=shown)
     has_words = any(_WORD.search(reading.text) or reading.tree is None for reading in (given, wanted))
     is_same = has_words and _same_words(given.text, wanted.text)
     if is_same or given.tree is None or wanted.tree is None:
         return Verdict(float(is_same), detail="" if is_same else f"other words than {wanted.text[:80]!r}", read=shown)
     comparison = AnswerComparison()
-    if not comparison.same(given.tree, wanted.tree):
+    if not comparison.are_equal_collecting_pairs(given.tree, wanted.tree):
         return Verdict(0.0, detail=f"not equal to {wanted.text[:80]!r}", read=shown)
-    if comparison.pairs and not _are_confirmed(comparison.pairs):
+    if comparison.pairs and not _are_confirmed_by_sympy(comparison.pairs):
         return Verdict(
             0.0,
             detail=f"disputed: only one of two ways finds it equal to {wanted.text[:80]!r}",
@@ -113,15 +113,15 @@ def _compare(given: Reading, wanted: Reading) -> Verdict:
     return Verdict(1.0, read=shown)
 
 
-def _are_confirmed(pairs: Sequence[tuple[Node, Node]]) -> bool:
+def _are_confirmed_by_sympy(pairs: Sequence[tuple[Node, Node]]) -> bool:
     """True if the second way finds all pairs equal, too."""
     # imported here, as sympy takes 0.5 s and most answers need none
-    from tlt_hpc.rewards.mathematics.second_way import is_confirmed_by_sympy
+    from tlt_hpc.rewards.mathematics.sympy_check import is_confirmed_by_sympy
 
     return all(is_confirmed_by_sympy(*pair) for pair in pairs)
 
 
-def _bare(text: str) -> str:
+def _remove_needless_spaces(text: str) -> str:
     """The text without blanks that separate nothing."""
     return re.sub(r"(?<![A-Za-z0-9.]) | (?![A-Za-z0-9.])", "", text)
 
@@ -132,6 +132,6 @@ def _same_words(given: str, wanted: str) -> bool:
         return given == wanted
     texts = [_LETTER_IN_BRACKETS.sub(r"\1", _TEXT.sub(r" \1 ", text)) for text in (given, wanted)]
     lists = [_LIST.split(text) if not _BRACKET.search(text) else [text] for text in texts]
-    words = [sorted(filter(None, (_bare(plain_words(part)) for part in each))) for each in lists]
+    words = [sorted(filter(None, (_remove_needless_spaces(to_plain_words(part)) for part in each))) for each in lists]
     junctions = [set(_JUNCTION.findall(text)) for text in texts]
     return words[0] == words[1] != [] and (junctions[0] == junctions[1] or not all(junctions))

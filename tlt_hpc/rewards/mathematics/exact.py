@@ -24,7 +24,7 @@ class Decimal:
     unit: Fraction
     digits: int
 
-    def scaled(self, factor: Fraction) -> Decimal:
+    def times_power_of_ten(self, factor: Fraction) -> Decimal:
         """The same digits times a power of ten."""
         return Decimal(self.value * factor, abs(self.unit * factor), self.digits)
 
@@ -55,11 +55,15 @@ def _bits(value: Fraction) -> int:
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
     if exponent.denominator != 1:
-        return _exact_root(base**exponent.numerator, exponent.denominator) if _fits(base, exponent.numerator) else None
-    return base**exponent.numerator if _fits(base, exponent.numerator) else None
+        return (
+            _exact_root(base**exponent.numerator, exponent.denominator)
+            if _power_fits(base, exponent.numerator)
+            else None
+        )
+    return base**exponent.numerator if _power_fits(base, exponent.numerator) else None
 
 
-def _fits(base: Fraction, exponent: int) -> bool:
+def _power_fits(base: Fraction, exponent: int) -> bool:
     return _bits(base) * abs(exponent) <= _MAX_BITS
 
 
@@ -67,11 +71,11 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
     """The root, where it is rational."""
     if value < 0 or degree > 64:
         return None
-    roots = [_whole_root(part, degree) for part in (value.numerator, value.denominator)]
+    roots = [_exact_integer_root(part, degree) for part in (value.numerator, value.denominator)]
     return None if None in roots else Fraction(*roots)  # type: ignore[arg-type]
 
 
-def _whole_root(number: int, degree: int) -> int | None:
+def _exact_integer_root(number: int, degree: int) -> int | None:
     if number.bit_length() > _MAX_ROOT_BITS:
         return None
     if degree == 2:
@@ -84,34 +88,38 @@ def _whole_root(number: int, degree: int) -> int | None:
     return low if low**degree == number else None
 
 
-def _whole(value: Fraction) -> int:
+def _require_integer(value: Fraction) -> int:
     if value.denominator != 1:
         raise ValueError(value)
     return value.numerator
 
 
 def _factorial(value: Fraction) -> Fraction | None:
-    return Fraction(factorial(_whole(value))) if 0 <= value <= _MAX_FACTORIAL else None
+    return Fraction(factorial(_require_integer(value))) if 0 <= value <= _MAX_FACTORIAL else None
 
 
 def _binomial(above: Fraction, below: Fraction) -> Fraction | None:
-    return Fraction(comb(_whole(above), _whole(below))) if 0 <= below <= _MAX_FACTORIAL >= above >= 0 else None
+    return (
+        Fraction(comb(_require_integer(above), _require_integer(below)))
+        if 0 <= below <= _MAX_FACTORIAL >= above >= 0
+        else None
+    )
 
 
 def _sqrt(value: Fraction, degree: Fraction = Fraction(2)) -> Fraction | None:
-    return _exact_root(value, _whole(degree)) if degree >= 1 else None
+    return _exact_root(value, _require_integer(degree)) if degree >= 1 else None
 
 
 _EXACT: dict[str, Any] = {
     "+": lambda a, b: a + b, "*": lambda a, b: a * b, "/": lambda a, b: a / b, "neg": lambda a: -a, "^": _power,
     "!": _factorial, "binom": _binomial, "sqrt": _sqrt, "abs": abs, "floor": lambda a: Fraction(a // 1),
     "ceil": lambda a: Fraction(-(-a // 1)), "max": lambda *a: max(a), "min": lambda *a: min(a),
-    "gcd": lambda *a: Fraction(gcd(*map(_whole, a))), "lcm": lambda *a: Fraction(lcm(*map(_whole, a))),
-    "degree": lambda a: a, "unit": lambda a: a,
+    "gcd": lambda *a: Fraction(gcd(*map(_require_integer, a))),
+    "lcm": lambda *a: Fraction(lcm(*map(_require_integer, a))), "degree": lambda a: a, "unit": lambda a: a,
 }  # fmt: skip
 
 
-def decimal_of(node: Node) -> Decimal | None:
+def to_decimal(node: Node) -> Decimal | None:
     """A number with a decimal point, also with a sign or times a power of ten; None if it is written otherwise."""
     match node.kind, node.parts:
         case "number", _:
@@ -120,11 +128,11 @@ def decimal_of(node: Node) -> Decimal | None:
             places = len(node.source.partition(".")[2])
             return Decimal(node.value, Fraction(1, 10**places), len(node.source.replace(".", "").lstrip("0")))
         case "neg", (part,):
-            found = decimal_of(part)
-            return found.scaled(Fraction(-1)) if found else None
+            found = to_decimal(part)
+            return found.times_power_of_ten(Fraction(-1)) if found else None
         case "percent" | "degree" | "unit", (part,):
-            return decimal_of(part)
+            return to_decimal(part)
         case "*", (left, right) if right.kind == "^" and exact_value(right.parts[0]) == 10:
-            found, power = decimal_of(left), exact_value(right)
-            return found.scaled(power) if found and power is not None else None
+            found, power = to_decimal(left), exact_value(right)
+            return found.times_power_of_ten(power) if found and power is not None else None
     return None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from tlt_hpc.rewards.mathematics.exact import decimal_of, exact_value
+from tlt_hpc.rewards.mathematics.exact import exact_value, to_decimal
 from tlt_hpc.rewards.mathematics.node import Node, number_node
 
 UNORDERED = ("", "{}")
 
 
-def simplified(node: Node) -> Node:
+def simplify(node: Node) -> Node:
     """The node without degrees, signs and brackets that change nothing, and with both values of a plus-minus."""
     while node.kind == "degree" or (node.kind == "group" and node.name in ("()", "[]") and len(node.parts) == 1):
         node = node.parts[0]
@@ -22,19 +22,19 @@ def simplified(node: Node) -> Node:
         return node.parts[1]
     if node.kind == "ratio" and (last := node.parts[-1]).kind == "unit":  # of a time of day
         return Node("unit", (Node("ratio", (*node.parts[:-1], last.parts[0])),), last.name)
-    if _names_of_tuple(node):
+    if _is_tuple_equation(node):
         pairs = zip(node.parts[0].parts, node.parts[1].parts, strict=True)
         return Node("group", tuple(Node("relation", pair, "=") for pair in pairs))
     if node.kind == "group" and node.name in UNORDERED:
-        items = [simplified(item) if _num_sign_choices(item) else item for item in node.parts]
+        items = [simplify(item) if _num_sign_choices(item) else item for item in node.parts]
         flat = [
             part for item in items for part in (item.parts if item.kind == "group" and item.name == "" else (item,))
         ]
         return Node("group", tuple(flat), node.name, source=node.source)
     if node.kind == "relation" and node.name == "=" and _num_sign_choices(node.parts[1]) == 1:
-        return simplified(node.parts[1])
+        return simplify(node.parts[1])
     if node.kind not in ("relation", "group") and _num_sign_choices(node) == 1:  # of several each may have its own
-        return Node("group", (_with_sign(node, "+"), _with_sign(node, "neg")))
+        return Node("group", (_resolve_plus_minus(node, "+"), _resolve_plus_minus(node, "neg")))
     return node
 
 
@@ -42,13 +42,13 @@ def _num_sign_choices(node: Node) -> int:
     return (node.kind == "pm") + sum(map(_num_sign_choices, node.parts))
 
 
-def _with_sign(node: Node, sign: str) -> Node:
+def _resolve_plus_minus(node: Node, sign: str) -> Node:
     """The expression with one sign for each plus-minus."""
-    parts = tuple(_with_sign(part, sign) for part in node.parts)
+    parts = tuple(_resolve_plus_minus(part, sign) for part in node.parts)
     if node.kind != "pm":
-        return Node(node.kind, parts, node.name, node.value, _signed_source(node.source, sign))
+        return Node(node.kind, parts, node.name, node.value, _replace_plus_minus_sign(node.source, sign))
     last = Node("neg", parts[-1:], source=f"-({parts[-1].source})") if sign == "neg" else parts[-1]
-    source = _signed_source(node.source, sign)
+    source = _replace_plus_minus_sign(node.source, sign)
     return (
         Node("+", (parts[0], last), source=source)
         if len(parts) > 1
@@ -56,11 +56,11 @@ def _with_sign(node: Node, sign: str) -> Node:
     )
 
 
-def _signed_source(source: str, sign: str) -> str:
+def _replace_plus_minus_sign(source: str, sign: str) -> str:
     return re.sub(r"\\pm(?![A-Za-z])", "+" if sign == "+" else "-", source)
 
 
-def _names_of_tuple(node: Node) -> bool:
+def _is_tuple_equation(node: Node) -> bool:
     """True for an equation of tuples such as (x, y) = (1, 2)."""
     if not is_equation(node) or len(node.parts) != 2 or {part.kind for part in node.parts} != {"group"}:
         return False
@@ -98,16 +98,20 @@ def terms(node: Node) -> list[Node]:
     return [term for part in node.parts for term in terms(part)] if node.kind in ("+", "neg") else [node]
 
 
-def is_name(node: Node) -> bool:
+def can_name_value(node: Node) -> bool:
     """True if it can name a value: x, f(x), (x, y)."""
     if node.kind == "symbol":
         return node.name not in ("pi", "e", "oo")
     if node.kind == "*":
-        return node.parts[0].kind == "symbol" and node.source.rstrip().endswith(")") and all(map(is_name, node.parts))
-    return node.kind == "group" and bool(node.parts) and all(map(is_name, node.parts))
+        return (
+            node.parts[0].kind == "symbol"
+            and node.source.rstrip().endswith(")")
+            and all(map(can_name_value, node.parts))
+        )
+    return node.kind == "group" and bool(node.parts) and all(map(can_name_value, node.parts))
 
 
-def difference(node: Node) -> Node:
+def difference_of_sides(node: Node) -> Node:
     """The first side of a relation less the second."""
     first, second = node.parts
     return Node("+", (first, Node("neg", (second,))), source=f"({first.source})-({second.source})")
@@ -123,18 +127,20 @@ def strictness(node: Node) -> str | None:
     return {"<": "<", ">": "<", "<=": "<=", ">=": "<="}.get(node.name)
 
 
-def replaced(node: Node, point: dict[str, Fraction]) -> Node:
+def substitute_values(node: Node, point: dict[str, Fraction]) -> Node:
     """The expression with values in place of the variables that ``point`` names."""
     if node.kind == "symbol" and node.name in point:
         return number_node(point[node.name])
-    return Node(node.kind, tuple(replaced(part, point) for part in node.parts), node.name, node.value, node.source)
+    return Node(
+        node.kind, tuple(substitute_values(part, point) for part in node.parts), node.name, node.value, node.source
+    )
 
 
-def hundredth(node: Node) -> Node:
+def divide_by_100(node: Node) -> Node:
     """The node divided by 100; a decimal keeps its digits."""
     return (
         Node("*", (node, Node("^", (number_node(Fraction(10)), number_node(Fraction(-2))))))
-        if decimal_of(node)
+        if to_decimal(node)
         else Node("/", (node, number_node(Fraction(100))), source=f"\\frac{{{node.source}}}{{100}}")
     )
 
@@ -155,20 +161,20 @@ def fraction_parts(node: Node) -> tuple[Node, ...]:
     return node.parts if node.kind == "/" else (node, number_node(Fraction(1)))
 
 
-def is_plain(node: Node) -> bool:
+def is_numeral(node: Node) -> bool:
     """True if it is a numeral: an integer, decimal, fraction or mixed number, with sign and power of ten."""
     match node.kind:
         case "number":
             return True
         case "neg" | "unit" | "degree":
-            return is_plain(node.parts[0])
+            return is_numeral(node.parts[0])
         case "/":
-            return all(map(is_plain, node.parts))
+            return all(map(is_numeral, node.parts))
         case "+":  # of a mixed number
-            return "+" not in node.source and "-" not in node.source and all(map(is_plain, node.parts))
+            return "+" not in node.source and "-" not in node.source and all(map(is_numeral, node.parts))
         case "*":
-            return decimal_of(node) is not None or (
-                is_plain(node.parts[0])
+            return to_decimal(node) is not None or (
+                is_numeral(node.parts[0])
                 and exact_value(node.parts[1]) is not None
                 and node.parts[1].kind == "^"
                 and exact_value(node.parts[1].parts[0]) == 10

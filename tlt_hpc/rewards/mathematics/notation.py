@@ -1,7 +1,7 @@
 r"""Brings an answer's notation to one form: what Unicode, Markdown and LaTeX write in several ways is written in one.
 
-Nothing here knows what an expression means. ``tidy`` returns LaTeX without layout: no ``$``, no spacing commands, no
-``\left``, braces around the arguments of fractions and roots.
+Nothing here knows what an expression means. ``normalise_notation`` returns LaTeX without layout: no ``$``, no spacing
+commands, no ``\left``, braces around the arguments of fractions and roots.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ _SCIENTIFIC = re.compile(
 _MAX_DEPTH = 40
 
 
-def tidy(answer: str, commas_separate: bool = False) -> str:
+def normalise_notation(answer: str, commas_separate: bool = False) -> str:
     """The answer in one notation, at most a few times as long; ``commas_separate``: no comma stands in a number."""
-    text = _from_unicode(answer.strip())
+    text = _unicode_to_latex(answer.strip())
     for _ in range(_MAX_WRAPPINGS):
         text = _LABEL.sub("", _EDGES.sub("", _EMPHASIS.sub(r"\2", text))).strip()
     text = _CURRENCY.sub("", text)
@@ -126,16 +126,16 @@ def tidy(answer: str, commas_separate: bool = False) -> str:
     text = _TO.sub(":", _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", _DOTS.sub(r"\1", text)))
     text = _CHOOSE.sub(lambda match: f"\\binom{{{match[1] or match[3]}}}{{{match[2] or match[4]}}}", text)
     text = _BASED.sub(lambda match: f"{match[2] or ''}{match[1] or match[3]}", text)
-    text = _REPEATING.sub(_repeating, text)
+    text = _REPEATING.sub(_repeating_decimal_to_fraction, text)
     text = _SCIENTIFIC.sub(lambda each: f"{each[1] or each[3]}\\cdot 10^{{{each[2] or each[4]}}}", text)
-    text = _SPACING.sub(" ", _thousands(text, commas_separate)).strip()
+    text = _SPACING.sub(" ", _remove_thousands_separators(text, commas_separate)).strip()
     text = text.rstrip(" .,;:\\")
     if _ALL_REAL.fullmatch(text):
         return "\\mathbb{R}"
-    return _braced(_commands(text.replace("**", "^")))
+    return _brace_command_arguments(_words_to_commands(text.replace("**", "^")))
 
 
-def _commands(text: str) -> str:
+def _words_to_commands(text: str) -> str:
     """The text with LaTeX's commands for functions and constants that are written as words."""
     text = _FUNCTION.sub(lambda match: f"\\{_COMMANDS.get(match[1], match[1])} ", text)
     opened = {match.end() - 1 for match in _PLAIN_ARGUMENT.finditer(text)}
@@ -150,17 +150,17 @@ def _commands(text: str) -> str:
     return "".join(characters)
 
 
-def _is_any_case(word: str) -> bool:
+def _has_insignificant_capitals(word: str) -> bool:
     """True if a word's capitals say nothing: they begin a sentence, or are no name's."""
     return len(word) > 1 and (word[1:] == word[1:].lower() or word.lower() in _VERDICTS)
 
 
-def plain_words(tidied: str) -> str:
+def to_plain_words(tidied: str) -> str:
     """A tidied answer as words, for answers that are no mathematics: without commands of style and capitals."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", tidied)
     text = re.sub(r"(?<=[a-z])\.(?=[a-z])", "", re.sub(r"(?<![0-9])\{(\w)\}", r" \1", text))
     words = _OUTSIDE.sub("", re.sub(r"[`\"]|\*(?!\s*[\d(\\])", " ", text)).split()
-    words = [word.lower() if _is_any_case(word) else word for word in words]
+    words = [word.lower() if _has_insignificant_capitals(word) else word for word in words]
     if len(words) > 1 and words[0].lower() in ("a", "an", "the") and re.match("[a-z]{2}", words[1]):
         del words[0]
     return re.sub(r"^\((\w+)\)$", r"\1", " ".join(words))
@@ -180,28 +180,28 @@ def closing_brace(text: str, start: int) -> int:
     return -1
 
 
-def _from_unicode(text: str) -> str:
+def _unicode_to_latex(text: str) -> str:
     if text.isascii():
         return text
     text = "".join(unicodedata.normalize("NFKC", char) if 0xFF00 <= ord(char) <= 0xFFEF else char for char in text)
-    text = _VULGAR.sub(_vulgar, text)
+    text = _VULGAR.sub(_vulgar_fraction_to_latex, text)
     text = _ABOVE.sub(lambda match: "^{" + "".join(_SUPERSCRIPTS[char] for char in match[0]) + "}", text)
     text = _BELOW.sub(lambda match: "_{" + "".join(_SUBSCRIPTS[char] for char in match[0]) + "}", text)
-    text = _ROOT.sub(_root, text)
+    text = _ROOT.sub(_root_to_latex, text)
     return text.replace("\u03c0", "\\pi ").translate(_TABLE)
 
 
-def _vulgar(match: re.Match[str]) -> str:
+def _vulgar_fraction_to_latex(match: re.Match[str]) -> str:
     above, _, below = unicodedata.normalize("NFKC", match[0]).partition("\u2044")
     return f"\\frac{{{above}}}{{{below}}}"
 
 
-def _root(match: re.Match[str]) -> str:
+def _root_to_latex(match: re.Match[str]) -> str:
     degree = {"\u221a": "", "\u221b": "[3]", "\u221c": "[4]"}[match[1]]
     return f"\\sqrt{degree}{{{match[2]}}}" if match[2] else f"\\sqrt{degree}"
 
 
-def _thousands(text: str, commas_separate: bool) -> str:
+def _remove_thousands_separators(text: str, commas_separate: bool) -> str:
     """Numbers without marks between their thousands; in brackets a comma separates."""
 
     def joined(match: re.Match[str]) -> str:
@@ -213,7 +213,7 @@ def _thousands(text: str, commas_separate: bool) -> str:
     return _SPACED_THOUSANDS.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), _THOUSANDS.sub(joined, text))
 
 
-def _repeating(match: re.Match[str]) -> str:
+def _repeating_decimal_to_fraction(match: re.Match[str]) -> str:
     whole, fixed, block = match[1] or "0", match[2], "".join(filter(None, match.groups()[2:]))
     if len(whole + fixed + block) > 200:
         return match[0]
@@ -221,7 +221,7 @@ def _repeating(match: re.Match[str]) -> str:
     return f"\\frac{{{int(whole + fixed + block) - int(whole + fixed)}}}{{{nines}}}"
 
 
-def _braced(text: str, depth: int = 0) -> str:
+def _brace_command_arguments(text: str, depth: int = 0) -> str:
     r"""The text with ``\frac`` for all its forms, and braces around the arguments of fractions and roots."""
     if depth > _MAX_DEPTH:
         return text
@@ -232,13 +232,13 @@ def _braced(text: str, depth: int = 0) -> str:
         parts.append(text[end : match.start()])
         arguments, end = list[str](), match.end()
         for _ in range(2 if match[1] in ("frac", "binom") else 1):
-            argument, end = _argument(text, end)
-            arguments.append(f"{{{_braced(argument, depth + 1)}}}")
+            argument, end = _parse_tex_argument(text, end)
+            arguments.append(f"{{{_brace_command_arguments(argument, depth + 1)}}}")
         parts.append(f"\\{match[1]}{match[2] or ''}{''.join(arguments)}")
     return "".join(parts) + text[end:]
 
 
-def _argument(text: str, start: int) -> tuple[str, int]:
+def _parse_tex_argument(text: str, start: int) -> tuple[str, int]:
     """An argument as TeX takes it, a group or one character or command, and the index behind it."""
     while start < len(text) and text[start] == " ":
         start += 1
@@ -249,6 +249,6 @@ def _argument(text: str, start: int) -> tuple[str, int]:
     if command is None:
         return text[start : start + 1], start + 1
     if command[0] == "\\sqrt" and text[command.end() : command.end() + 5] != "\\sqrt":
-        inner, end = _argument(text, command.end())
+        inner, end = _parse_tex_argument(text, command.end())
         return f"\\sqrt{{{inner}}}", end
     return command[0], command.end()

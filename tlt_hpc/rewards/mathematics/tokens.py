@@ -58,13 +58,13 @@ def factor_of_word(node: Node) -> int:
     return 10 ** _LARGE_POWERS[match[0].lower()] if match else 1
 
 
-def times(node: Node, factor: int) -> Node:
+def multiply_by_power_of_ten(node: Node, factor: int) -> Node:
     """The node times ``factor``, a power of ten."""
     power = Node("^", (number_node(Fraction(10)), number_node(Fraction(len(str(factor)) - 1))))
     return node if factor == 1 else Node("*", (node, power), source=f"{factor} \\cdot ({node.source})")
 
 
-def known_unit(name: str) -> str:
+def canonical_unit(name: str) -> str:
     """The unit's usual sign; empty if a part of it is not known."""
     if name.startswith("mod "):
         return name
@@ -121,7 +121,7 @@ class Token(NamedTuple):
     after_space: bool
 
 
-def tokens_of(text: str) -> list[Token]:
+def split_into_tokens(text: str) -> list[Token]:
     """Split a tidied answer into tokens.
 
     Raises:
@@ -143,7 +143,7 @@ class TokenReader:
     """A reader of the tokens of a text, in order: of all that holds no expression, such as names and subscripts."""
 
     def __init__(self, text: str) -> None:
-        self._text, self._tokens, self._place = text, tokens_of(text), 0
+        self._text, self._tokens, self._place = text, split_into_tokens(text), 0
 
     def _peek(self, ahead: int = 0) -> Token:
         place = self._place + ahead
@@ -153,21 +153,21 @@ class TokenReader:
             else Token("end", "", len(self._text), len(self._text), False)
         )
 
-    def _is(self, *texts: str, kinds: tuple[str, ...] = ("sign", "command")) -> bool:
+    def _next_is(self, *texts: str, kinds: tuple[str, ...] = ("sign", "command")) -> bool:
         token = self._peek()
         return token.kind in kinds and token.text in texts
 
-    def _take(self, *texts: str) -> bool:
-        if self._is(*texts):
+    def _consume_if_next(self, *texts: str) -> bool:
+        if self._next_is(*texts):
             self._place += 1
             return True
         return False
 
     def _expect(self, text: str) -> None:
-        if not self._take(text):
+        if not self._consume_if_next(text):
             raise UnreadableError(f"no {text}")
 
-    def _junction(self) -> str:
+    def _next_conjunction(self) -> str:
         token = self._peek()
         if token.kind in ("word", "text", "command"):
             return JUNCTIONS.get(token.text.lower(), "")
@@ -183,7 +183,7 @@ class TokenReader:
         )
         self._tokens[self._place : self._place + 1] = parts
 
-    def _is_plain(self) -> bool:
+    def _has_no_latex(self) -> bool:
         """True if the whole text is no LaTeX, where 2^10 has an exponent of two digits."""
         return "\\" not in self._text
 
@@ -191,15 +191,19 @@ class TokenReader:
         """A node of what was read since the token ``start``."""
         source = self._text[self._tokens[start].start : self._tokens[self._place - 1].end]
         return Node(
-            kind, parts, name, value, source.replace("\\text{", "{") if kind == "number" else self._begun(start, source)
+            kind,
+            parts,
+            name,
+            value,
+            source.replace("\\text{", "{") if kind == "number" else self._restore_backslash(start, source),
         )
 
-    def _begun(self, start: int, source: str) -> str:
+    def _restore_backslash(self, start: int, source: str) -> str:
         return ("\\" if self._tokens[start].kind in ("command", "row") else "") + source
 
     def _starts_unit(self) -> bool:
         token = self._peek()
-        if self._junction():
+        if self._next_conjunction():
             return False
         if token.kind == "text":
             return True
@@ -208,32 +212,32 @@ class TokenReader:
         is_word = token.kind == "word"
         return is_word and (known or (token.after_space and len(token.text) >= MIN_WORD and not token.text.isupper()))
 
-    def _subscripted(self, start: int, name: str) -> Node:
-        if self._take("_"):
-            index = self._argument_text()
+    def _parse_subscripts(self, start: int, name: str) -> Node:
+        if self._consume_if_next("_"):
+            index = self._parse_subscript_text()
             name = f"{name}_{index}"
-        while self._take("'"):
+        while self._consume_if_next("'"):
             name += "'"
         return self._make_node(start, "symbol", name=name)
 
-    def _argument_text(self) -> str:
+    def _parse_subscript_text(self) -> str:
         """The text of a subscript."""
         start = self._place
-        if self._take("{"):
-            while not self._take("}"):
+        if self._consume_if_next("{"):
+            while not self._consume_if_next("}"):
                 if self._peek().kind == "end":
                     raise UnreadableError("no }")
                 self._place += 1
             return "".join(token.text for token in self._tokens[start + 1 : self._place - 1])
-        if not self._is_plain() and self._peek().kind in ("number", "word") and len(self._peek().text) > 1:
+        if not self._has_no_latex() and self._peek().kind in ("number", "word") and len(self._peek().text) > 1:
             self._split(1)
         if self._peek().kind == "end":
             raise UnreadableError("no subscript")
         self._place += 1
         return self._tokens[start].text
 
-    def _based(self, start: int, digits: str) -> Node:
+    def _parse_number_base(self, start: int, digits: str) -> Node:
         self._expect("_")
         base = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}
-        index = self._argument_text()
+        index = self._parse_subscript_text()
         return self._make_node(start, "based", name=f"{digits} {base.get(index, index)}")

@@ -28,10 +28,10 @@ class NoValueError(ArithmeticError):
     """The expression has no value that can be computed."""
 
 
-def symbols_of(node: Node) -> frozenset[str]:
+def symbol_names(node: Node) -> frozenset[str]:
     """The names of the variables in an expression."""
     own = {node.name} if node.kind == "symbol" and node.name not in _CONSTANTS else set[str]()
-    return frozenset(own).union(*map(symbols_of, node.parts))
+    return frozenset(own).union(*map(symbol_names, node.parts))
 
 
 _CONSTANTS = frozenset({"pi", "e", "i", "oo"})
@@ -51,7 +51,7 @@ def constant_value(node: Node) -> Any:
         NoValueError: it has none.
     """
     with mp.workdps(CONSTANT_DIGITS + 20):
-        return _Evaluation({}).value(node)
+        return _Evaluation({}).evaluate(node)
 
 
 def value_at(node: Node, point: Mapping[str, Any]) -> Any:
@@ -60,23 +60,23 @@ def value_at(node: Node, point: Mapping[str, Any]) -> Any:
     Raises:
         NoValueError: it has none.
     """
-    return _Evaluation(point).value(node)
+    return _Evaluation(point).evaluate(node)
 
 
 def same_constant(first: Node, second: Node) -> bool:
     """True if two expressions without variables have equal values, relative to their size."""
     with mp.workdps(CONSTANT_DIGITS + 20):
         if 0 in (exact_value(first), exact_value(second)):
-            return _vanishes(second if exact_value(first) == 0 else first)
-        return _same(first, second, {}, CONSTANT_DIGITS)
+            return _is_numerically_zero(second if exact_value(first) == 0 else first)
+        return _are_equal_at_point(first, second, {}, CONSTANT_DIGITS)
 
 
-def _vanishes(node: Node) -> bool:
+def _is_numerically_zero(node: Node) -> bool:
     """True if a value is smaller by as many digits as it is computed with; a small one stays as it is."""
     try:
-        rough, _ = _evaluated_constant(node, mp.dps)
+        rough, _ = _evaluate_constant_with_cancellation(node, mp.dps)
         with mp.workdps(2 * mp.dps):
-            fine, _ = _evaluated_constant(node, mp.dps)
+            fine, _ = _evaluate_constant_with_cancellation(node, mp.dps)
     except NoValueError:
         return False
     return bool(fine == 0 or (abs(rough) > 0 and abs(fine) < abs(rough) * mpf(10) ** (-CONSTANT_DIGITS // 2)))
@@ -91,11 +91,11 @@ def same_at_points(first: Node, second: Node, names: frozenset[str]) -> bool:
     with mp.workdps(_POINT_DIGITS + 10):
         for point in points_for(names):
             try:
-                values = [_Evaluation(point).value(node) for node in (first, second)]
+                values = [_Evaluation(point).evaluate(node) for node in (first, second)]
             except NoValueError:
                 continue
             is_real = all(mpmath.im(value) == 0 for value in values)
-            if not _same(first, second, point, _POINT_DIGITS - 10):
+            if not _are_equal_at_point(first, second, point, _POINT_DIGITS - 10):
                 if is_real:
                     return False
                 num_complex -= _POINTS
@@ -118,9 +118,9 @@ def points_for(names: frozenset[str], salt: str = "") -> Iterator[Mapping[str, A
         yield point
 
 
-def _same(first: Node, second: Node, point: Mapping[str, Any], digits: int) -> bool:
+def _are_equal_at_point(first: Node, second: Node, point: Mapping[str, Any], digits: int) -> bool:
     try:
-        (given, lost), (wanted, other_lost) = (_evaluated(node, point) for node in (first, second))
+        (given, lost), (wanted, other_lost) = (_evaluate_with_cancellation(node, point) for node in (first, second))
     except NoValueError:
         return False
     if mpmath.isinf(given) or mpmath.isinf(wanted):
@@ -131,19 +131,19 @@ def _same(first: Node, second: Node, point: Mapping[str, Any], digits: int) -> b
     return bool(abs(given - wanted) <= size * mpf(10) ** -digits + slack * 1000)
 
 
-def _evaluated(node: Node, point: Mapping[str, Any]) -> tuple[Any, Any]:
+def _evaluate_with_cancellation(node: Node, point: Mapping[str, Any]) -> tuple[Any, Any]:
     """The value at a point, and the largest term of a sum in it that lost half of the digits or more."""
     if not point:
-        return _evaluated_constant(node, mp.dps)
+        return _evaluate_constant_with_cancellation(node, mp.dps)
     evaluation = _Evaluation(point)
-    return evaluation.value(node), evaluation.cancelled
+    return evaluation.evaluate(node), evaluation.cancelled
 
 
 @lru_cache(maxsize=1024)
-def _evaluated_constant(node: Node, digits: int) -> tuple[Any, Any]:
-    """As ``_evaluated``; elements of sets are compared with each other."""
+def _evaluate_constant_with_cancellation(node: Node, digits: int) -> tuple[Any, Any]:
+    """As ``_evaluate_with_cancellation``; elements of sets are compared with each other."""
     evaluation = _Evaluation({})
-    return evaluation.value(node), evaluation.cancelled
+    return evaluation.evaluate(node), evaluation.cancelled
 
 
 class _Evaluation:
@@ -154,7 +154,7 @@ class _Evaluation:
         self.cancelled = mpf(0)
         """Largest term of a sum that lost half of the digits or more."""
 
-    def value(self, node: Node) -> Any:
+    def evaluate(self, node: Node) -> Any:
         """An mpf or mpc.
 
         Raises:
@@ -167,7 +167,7 @@ class _Evaluation:
         rule = _RULES.get(node.kind)
         if rule is None:
             raise NoValueError(node.kind)
-        parts = [self.value(part) for part in node.parts]
+        parts = [self.evaluate(part) for part in node.parts]
         try:
             result = rule(node, *parts)
         except (ArithmeticError, ValueError, TypeError) as error:
@@ -200,13 +200,13 @@ def _raise_to_power(node: Node, base: Any, exponent: Any) -> Any:
     return mp.power(base, exponent)
 
 
-def _root(node: Node, value: Any, degree: Any = 2) -> Any:
+def _real_or_complex_root(node: Node, value: Any, degree: Any = 2) -> Any:
     if mpmath.im(value) == 0 and value < 0 and degree % 2 == 1:
         return -mp.root(-value, int(degree))
     return mp.power(value, 1 / mpf(degree))
 
 
-def _angle(node: Node, value: Any) -> Any:
+def _in_radians(node: Node, value: Any) -> Any:
     """An argument of a trigonometric function in radians."""
     return value * mp.pi / 180 if node.parts[0].kind == "degree" else value
 
@@ -217,7 +217,7 @@ def _log(node: Node, value: Any, base: Any = None) -> Any:
     return mp.log(value) if base is None else mp.log(value) / mp.log(base)
 
 
-def _small(value: Any) -> Any:
+def _refuse_large_value(value: Any) -> Any:
     if abs(value) > 10**6:
         raise NoValueError("too large")
     return value
@@ -229,25 +229,26 @@ def _divided(node: Node, above: Any, below: Any) -> Any:
     return above / below
 
 
-def _rules() -> dict[str, Callable[..., Any]]:
+def _evaluation_rules() -> dict[str, Callable[..., Any]]:
     of_angles = {name: getattr(mp, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc")}
     of_numbers = {
         "arcsin": mp.asin, "arccos": mp.acos, "arctan": mp.atan, "arccot": mp.acot, "sinh": mp.sinh, "cosh": mp.cosh,
         "tanh": mp.tanh, "coth": mp.coth,
     }  # fmt: skip
     return {
-        **{name: lambda node, x, f=f: f(_small(_angle(node, x))) for name, f in of_angles.items()},
-        **{name: lambda node, x, f=f: f(_small(x)) for name, f in of_numbers.items()},
+        **{name: lambda node, x, f=f: f(_refuse_large_value(_in_radians(node, x))) for name, f in of_angles.items()},
+        **{name: lambda node, x, f=f: f(_refuse_large_value(x)) for name, f in of_numbers.items()},
         "+": lambda node, a, b: a + b, "*": lambda node, a, b: a * b, "/": _divided, "neg": lambda node, a: -a,
-        "^": _raise_to_power, "sqrt": _root, "ln": _log, "log": _log, "lg": lambda node, x: _log(node, x, mpf(10)),
+        "^": _raise_to_power, "sqrt": _real_or_complex_root, "ln": _log, "log": _log,
+        "lg": lambda node, x: _log(node, x, mpf(10)), "!": lambda node, x: mp.factorial(_refuse_large_value(x)),
+        "binom": lambda node, n, k: mp.binomial(_refuse_large_value(n), _refuse_large_value(k)),
         "exp": lambda node, x: _raise_to_power(Node("^", node.parts * 2), +mp.e, x), "abs": lambda node, x: abs(x),
-        "!": lambda node, x: mp.factorial(_small(x)), "binom": lambda node, n, k: mp.binomial(_small(n), _small(k)),
         "floor": lambda node, x: mp.floor(x), "ceil": lambda node, x: mp.ceil(x), "max": lambda node, *x: max(x),
         "min": lambda node, *x: min(x), "degree": lambda node, x: x, "unit": lambda node, x: x,
     }  # fmt: skip
 
 
-_RULES = _rules()
+_RULES = _evaluation_rules()
 
 
 _DIGITS = 100
@@ -271,18 +272,18 @@ def same_sets(first: Node, second: Node) -> bool:
     Raises:
         NoValueError: one is no set of reals with constant limits.
     """
-    names = [_variables(node) for node in (first, second)]
+    names = [_number_variables(node) for node in (first, second)]
     if max(map(len, names)) > 1:
         raise NoValueError("several variables")
     if all(names) and names[0] != names[1]:
         return False
     with mp.workdps(_DIGITS):
-        ends = sorted({end for node in (first, second) for end in _ends(node) if mpmath.isfinite(end)})
+        ends = sorted({end for node in (first, second) for end in _boundary_numbers(node) if mpmath.isfinite(end)})
         if len(ends) > _MAX_ENDS:
             raise NoValueError("too many limits")
         between = [(low + high) / 2 for low, high in itertools.pairwise(ends)]
         outside = [ends[0] - 1, ends[-1] + 1] if ends else [mpf(0)]
-        return all(_contains(first, x) == _contains(second, x) for x in (*ends, *between, *outside))
+        return all(_set_contains(first, x) == _set_contains(second, x) for x in (*ends, *between, *outside))
 
 
 def _is_infinite(node: Node) -> bool:
@@ -290,20 +291,20 @@ def _is_infinite(node: Node) -> bool:
     return inner.kind == "symbol" and inner.name == "oo"
 
 
-def _variables(node: Node) -> frozenset[str]:
-    return frozenset(name for name in symbols_of(node) if not name.startswith("set "))
+def _number_variables(node: Node) -> frozenset[str]:
+    return frozenset(name for name in symbol_names(node) if not name.startswith("set "))
 
 
-def _ends(node: Node) -> Iterator[Any]:
+def _boundary_numbers(node: Node) -> Iterator[Any]:
     """The numbers at which the set may change."""
     if node.kind == "relation" and any(map(_is_expression, node.parts)):
         for pair in itertools.pairwise(node.parts):
-            yield from _crossings(*pair)
+            yield from _intersection_points(*pair)
     elif node.kind in ("symbol", "builder", "relation", "group") or node.kind in _COMBINED:
         for part in node.parts:
-            yield from _ends(part)
+            yield from _boundary_numbers(part)
     else:
-        yield _real(node)
+        yield _real_constant_value(node)
 
 
 def _is_expression(node: Node) -> bool:
@@ -311,21 +312,21 @@ def _is_expression(node: Node) -> bool:
     return (
         node.kind != "symbol"
         and node.kind not in (*_COMBINED, "group", "builder", "relation")
-        and bool(symbols_of(node))
+        and bool(symbol_names(node))
     )
 
 
-def _crossings(left: Node, right: Node) -> Iterator[Any]:
+def _intersection_points(left: Node, right: Node) -> Iterator[Any]:
     """The numbers at which two sides are equal: polynomials of the second degree, also with one absolute value."""
     difference = Node("+", (left, Node("neg", (right,))))
-    names = symbols_of(difference)
-    if len(names) != 1 or _num_bars(difference) > 1:
+    names = symbol_names(difference)
+    if len(names) != 1 or _num_absolute_values(difference) > 1:
         raise NoValueError("not one variable, or several absolute values")
     for sign in ("+", "neg"):
-        branch = _without_bars(difference, sign)
-        values = {x: _real_at(branch, x) for x in (-1, 0, 1, 5, -7, mpf(11) / 4)}
+        branch = _resolve_absolute_values(difference, sign)
+        values = {x: _real_value_at(branch, x) for x in (-1, 0, 1, 5, -7, mpf(11) / 4)}
         square, slope = (values[1] + values[-1]) / 2 - values[0], (values[1] - values[-1]) / 2
-        if any(_order(square * x * x + slope * x + values[0], value) for x, value in values.items()):
+        if any(_compare_numbers(square * x * x + slope * x + values[0], value) for x, value in values.items()):
             raise NoValueError("no polynomial of the second degree")
         if square == 0:
             roots = [-values[0] / slope] if slope else []
@@ -335,68 +336,69 @@ def _crossings(left: Node, right: Node) -> Iterator[Any]:
         yield from roots
 
 
-def _num_bars(node: Node) -> int:
-    return (node.kind == "abs") + sum(map(_num_bars, node.parts))
+def _num_absolute_values(node: Node) -> int:
+    return (node.kind == "abs") + sum(map(_num_absolute_values, node.parts))
 
 
-def _without_bars(node: Node, sign: str) -> Node:
-    parts = tuple(_without_bars(part, sign) for part in node.parts)
+def _resolve_absolute_values(node: Node, sign: str) -> Node:
+    parts = tuple(_resolve_absolute_values(part, sign) for part in node.parts)
     if node.kind == "abs":
         return parts[0] if sign == "+" else Node("neg", parts)
     return Node(node.kind, parts, node.name, node.value, node.source)
 
 
-def _real_at(node: Node, x: Any) -> Any:
-    value = value_at(node, dict.fromkeys(symbols_of(node), mpf(x)))
+def _real_value_at(node: Node, x: Any) -> Any:
+    value = value_at(node, dict.fromkeys(symbol_names(node), mpf(x)))
     if mpmath.im(value) != 0:
         raise NoValueError("not real")
     return +mpmath.re(value)
 
 
-def _real(node: Node) -> Any:
+def _real_constant_value(node: Node) -> Any:
     value = constant_value(node)
     if mpmath.im(value) != 0:
         raise NoValueError("a limit that is not real")
     return +mpmath.re(value)
 
 
-def _contains(node: Node, x: Any) -> bool:
+def _set_contains(node: Node, x: Any) -> bool:
     match node.kind:
         case "cup" | "or":
-            return any(_contains(part, x) for part in node.parts)
+            return any(_set_contains(part, x) for part in node.parts)
         case "cap" | "and":
-            return all(_contains(part, x) for part in node.parts)
+            return all(_set_contains(part, x) for part in node.parts)
         case "setminus":
-            return _contains(node.parts[0], x) and not _contains(node.parts[1], x)
+            return _set_contains(node.parts[0], x) and not _set_contains(node.parts[1], x)
         case "builder":
-            return all(_contains(part, x) for part in node.parts if part.kind != "symbol")
+            return all(_set_contains(part, x) for part in node.parts if part.kind != "symbol")
         case "relation":
-            return _holds(node, x)
+            return _relation_chain_holds(node, x)
         case "symbol" if node.name == "set R":
             return True
         case "group":
-            return _in_group(node, x)
+            return _group_contains(node, x)
     raise NoValueError(node.kind)
 
 
-def _in_group(node: Node, x: Any) -> bool:
+def _group_contains(node: Node, x: Any) -> bool:
     is_interval = node.name in ("()", "[]", "(]", "[)")
     if not is_interval:
         if any(part.kind == "relation" and part.name != "=" for part in node.parts):  # conditions that all hold
-            return all(_contains(part, x) for part in node.parts)
+            return all(_set_contains(part, x) for part in node.parts)
         return any(
-            _contains(part, x) if part.kind == "relation" else _order(x, _real(part)) == 0 for part in node.parts
+            _set_contains(part, x) if part.kind == "relation" else _compare_numbers(x, _real_constant_value(part)) == 0
+            for part in node.parts
         )
     if len(node.parts) != 2:
         raise NoValueError("no interval")
-    low, high = map(_real, node.parts)
-    if _order(low, high) > 0:
+    low, high = map(_real_constant_value, node.parts)
+    if _compare_numbers(low, high) > 0:
         raise NoValueError("no interval")
-    low, high = _order(x, low), _order(x, high)
+    low, high = _compare_numbers(x, low), _compare_numbers(x, high)
     return (low > 0 or (low == 0 and node.name[0] == "[")) and (high < 0 or (high == 0 and node.name[1] == "]"))
 
 
-def _holds(node: Node, x: Any) -> bool:
+def _relation_chain_holds(node: Node, x: Any) -> bool:
     """True if a chain of relations holds; each side is the variable or a constant."""
     sides = node.parts
     return all(
@@ -407,20 +409,20 @@ def _holds(node: Node, x: Any) -> bool:
 
 def _relation_holds(left: Node, sign: str, right: Node, x: Any) -> bool:
     if sign == "in":
-        return _contains(right, x)
-    order = _order(_side(left, x), _side(right, x))
+        return _set_contains(right, x)
+    order = _compare_numbers(_value_of_side(left, x), _value_of_side(right, x))
     return {
         "<": order < 0, ">": order > 0, "<=": order <= 0, ">=": order >= 0, "!=": order != 0, "=": order == 0,
     }[sign]  # fmt: skip
 
 
-def _side(node: Node, x: Any) -> Any:
+def _value_of_side(node: Node, x: Any) -> Any:
     if _is_expression(node):
-        return _real_at(node, x)
-    return x if node.kind == "symbol" and node.name not in ("pi", "e", "i", "oo") else _real(node)
+        return _real_value_at(node, x)
+    return x if node.kind == "symbol" and node.name not in ("pi", "e", "i", "oo") else _real_constant_value(node)
 
 
-def _order(first: Any, second: Any) -> int:
+def _compare_numbers(first: Any, second: Any) -> int:
     """-1, 0 or 1; numbers that differ by less than their digits are equal."""
     slack = max(abs(first), abs(second), mpf(10) ** -_DIGITS) * mpf(10) ** (10 - _DIGITS)
     if mpmath.isfinite(slack) and abs(first - second) <= slack:

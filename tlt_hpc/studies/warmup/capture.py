@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.cluster.watch.rank_progress import BEAT, Phase
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.rollout.engine import RolloutEngine
@@ -47,7 +47,7 @@ class CapturePart:
 
 
 @BEAT.in_phase(Phase.ROLLOUT)
-def capture(warmup: Warmup, shown: Callable[[int, int], None]) -> bool:
+def capture_features(warmup: Warmup, shown: Callable[[int, int], None]) -> bool:
     """Write the missing parts, one of each replica at a time, until all ranks' bytes for features are used. Collective.
 
     Returns False if a stop vote came first.
@@ -56,8 +56,8 @@ def capture(warmup: Warmup, shown: Callable[[int, int], None]) -> bool:
         shown: called on rank 0 with the numbers of texts that are done and of all.
     """
     parts, num_replicas = agree_on_capture_parts(warmup), warmup.replica.count
-    engine = warmup.make_engine(settings_of(warmup), warmup.engine_drafter)
-    warmup.calibrate_on(engine, requests_of(parts[0], warmup.config.run.seed)[:1])
+    engine = warmup.make_engine(capture_settings(warmup), warmup.engine_drafter)
+    warmup.calibrate_with_own_keys(engine, capture_requests(parts[0], warmup.config.run.seed)[:1])
     max_bytes, used, largest = warmup.config.drafter.cache_bytes * warmup.world.size, 0, 0
     for first in range(0, len(parts), num_replicas):
         block = parts[first : first + num_replicas]
@@ -97,16 +97,16 @@ def capture_block(
         return sum(sizes)
     part = own if own and not sizes[replica.number] else None
     cache = begin_file(warmup, engine, part, max_bytes) if part and replica.index == 0 else None
-    requests = requests_of(part, warmup.config.run.seed) if part else []
+    requests = capture_requests(part, warmup.config.run.seed) if part else []
     roster = warmup.generate(engine, requests, shown=on_round)
     has_finished = engine.abort() == 0
-    engine.collect()
-    engine.outbox.send_to(None)
+    engine.take_finished_rollouts()
+    engine.outbox.set_sink(None)
     if cache is not None and has_finished:
         cache.end_step(durable=True)  # a later start takes it as it is
     elif cache is not None:
         cache.abandon_step()
-    return None if roster.stopping else sum(find_sizes())
+    return None if roster.has_stop_vote else sum(find_sizes())
 
 
 def begin_file(warmup: Warmup, engine: RolloutEngine, part: CapturePart, max_bytes: int) -> FeatureCache:
@@ -116,23 +116,23 @@ def begin_file(warmup: Warmup, engine: RolloutEngine, part: CapturePart, max_byt
     cache = FeatureCache(part.folder, 0, *shape, max(2, 2 * max_bytes), num_ranks=1)
     cache.remove_parts()
     sink: FeatureSink = cache.begin_step(0, warmup.decoder.version).append
-    engine.outbox.send_to(correcting_sink(sink, part.texts) if warmup.texts.are_logged else sink)
+    engine.outbox.set_sink(correcting_sink(sink, part.texts) if warmup.texts.are_logged else sink)
     return cache
 
 
 def agree_on_capture_parts(warmup: Warmup) -> list[CapturePart]:
     """Return the parts of the training texts, the same on every rank and at every start. Collective; rank 0 writes."""
     texts = warmup.texts.training
-    size = warmup.world.once(lambda: _read_or_write_part_size(warmup, len(texts)))
+    size = warmup.world.run_first_and_broadcast(lambda: _read_or_write_part_size(warmup, len(texts)))
     return [
-        CapturePart(start, texts[start : start + size], RunFolder(warmup.features / f"part-{start // size:05d}"))
+        CapturePart(start, texts[start : start + size], RunFolder(warmup.features_folder / f"part-{start // size:05d}"))
         for start in range(0, len(texts), size)
     ]
 
 
 def _read_or_write_part_size(warmup: Warmup, num_texts: int) -> int:
     """Return the size that the first start decided: later ones may have another number of ranks."""
-    path = warmup.features / _SIZE_FILE
+    path = warmup.features_folder / _SIZE_FILE
     if path.is_file():
         return int(json.loads(path.read_text(encoding="utf-8"))["size"])
     size = part_size(num_texts, warmup.replica.count, _MAX_FILLINGS * warmup.config.rollout.max_live)
@@ -146,16 +146,16 @@ def part_size(num_texts: int, num_replicas: int, most: int) -> int:
     return -(-num_texts // (num_replicas * rounds))
 
 
-def settings_of(warmup: Warmup) -> EngineSettings:
+def capture_settings(warmup: Warmup) -> EngineSettings:
     """Return an engine's settings with one strategy: a choice by measured times would differ at a second try."""
-    base = replace(warmup.settings(), tie_guard=False, strategies=(OFF,))
+    base = replace(warmup.engine_settings(), tie_guard=False, strategies=(OFF,))
     if not warmup.texts.are_logged:
         return base
     longest = max(len(text.tokens) for text in warmup.texts.training)
     return replace(base, params=SamplingParams(1, temperature=0.0), max_prompt_tokens=longest)
 
 
-def requests_of(part: CapturePart, seed: int) -> list[Request]:
+def capture_requests(part: CapturePart, seed: int) -> list[Request]:
     """Return the engine's requests for a part's texts: a prompt to answer, or a text to read but for its last token.
 
     Texts that are alike up to there are read once.

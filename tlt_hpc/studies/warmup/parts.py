@@ -13,18 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.checkpoint.claim import claim_folder
+from tlt_hpc.checkpoint.claim import claim_run_folder_all_ranks
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import Config, ConfigError, load_saved_config
-from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.spot_trainer import SpotTrainer
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import read_drafter_of_init
 from tlt_hpc.models.folder import num_used_tokens
-from tlt_hpc.models.piece import read_all_once
+from tlt_hpc.models.piece import read_and_broadcast_all
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import read_assets_once
 from tlt_hpc.run.job import make_drafting
-from tlt_hpc.run.session import Session, closed_on_error, load_folder, open_session
+from tlt_hpc.run.session import Session, close_session_on_error, load_model_weights, open_session
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.studies.warmup.texts import Texts, from_logs, from_prompts
 
@@ -45,13 +45,13 @@ class Warmup(Session):
     saves: CheckpointStore
 
     @property
-    def features(self) -> Path:
+    def features_folder(self) -> Path:
         """The folder of the features of all parts."""
         return RunFolder(self.path).features
 
 
 def build_warmup(config: Config, world: World) -> Warmup:
-    """Build all parts of the warm-up that ``config`` (from ``plan.config_of``) describes. Collective.
+    """Build all parts of the warm-up that ``config`` (from ``plan.warmup_config``) describes. Collective.
 
     Raises:
         ValueError: the user's mistake, before anything is written.
@@ -60,20 +60,20 @@ def build_warmup(config: Config, world: World) -> Warmup:
     assets = read_assets_once(config, world.size, node)
     form, shape = config.drafter.form, assets.shape
     init = partial(read_drafter_of_init, config.drafter.init, form, shape, assets.folder)
-    warm = read_all_once(node, init)
+    warm = read_and_broadcast_all(node, init)
     num_tokens = num_used_tokens(assets.tokenizer, assets.shape)
     if config.warmup.sources:
-        texts = world.once(lambda: from_logs(config.warmup, assets.shape.max_positions, num_tokens))
+        texts = world.run_first_and_broadcast(lambda: from_logs(config.warmup, assets.shape.max_positions, num_tokens))
     else:
         texts = from_prompts(config.warmup, assets.prompts)
     session = open_session(config, world, assets)
-    with closed_on_error(session):
-        load_folder(session)
+    with close_session_on_error(session):
+        load_model_weights(session)
         folder = RunFolder(config.folder)
         # the cache that comes with it is a run's; a warm-up keeps its features in parts
         drafting = make_drafting(session, assets, folder, warm, average_merges=1)  # nothing is merged
-        world.once(lambda: _check_same(folder, config))
-        claim_folder(folder, config, world, None if config.warmup.sources else assets.prompts)
+        world.run_first_and_broadcast(lambda: _check_same_settings(folder, config))
+        claim_run_folder_all_ranks(folder, config, world, None if config.warmup.sources else assets.prompts)
         saves = CheckpointStore(folder.training, _NUM_SAVES)
         return Warmup(
             **vars(session),
@@ -85,7 +85,7 @@ def build_warmup(config: Config, world: World) -> Warmup:
         )
 
 
-def _check_same(folder: RunFolder, config: Config) -> None:
+def _check_same_settings(folder: RunFolder, config: Config) -> None:
     """Refuse settings other than the saved ones where responses, or a training that has begun, depend on them.
 
     Raises:
@@ -93,7 +93,7 @@ def _check_same(folder: RunFolder, config: Config) -> None:
     """
     if not folder.config.exists():
         return
-    old, new = _settings(load_saved_config(folder.config)), _settings(config)
+    old, new = _warmup_settings(load_saved_config(folder.config)), _warmup_settings(config)
     for key in old if folder.training.exists() else _OF_RESPONSES:
         if old[key] != new[key]:
             remedy = "" if key in _OF_RESPONSES else f", delete {folder.training} to train again on the same responses"
@@ -103,7 +103,7 @@ def _check_same(folder: RunFolder, config: Config) -> None:
             )
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def _warmup_settings(config: Config) -> dict[str, Any]:
     """The settings of a warm-up which may otherwise change when a run continues."""
     own = {f"warmup.{name}": value for name, value in config.warmup.model_dump().items()}
     return {**own, "drafter.learning_rate": config.drafter.learning_rate}

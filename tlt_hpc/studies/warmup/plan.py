@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from tlt_hpc.common.words import count
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.config import Config, ConfigError, to_toml
 from tlt_hpc.plan.inputs import ModelAssets, describe_model
-from tlt_hpc.rollout.strategy import strategy_named
+from tlt_hpc.rollout.strategy import parse_strategy
 
 SUFFIX = "-warmup"
-VALIDATION = strategy_named("drafter-5")
+VALIDATION = parse_strategy("drafter-5")
 """How validation speculates: with the learned drafter alone, in chains longer than most runs draft."""
 
 
-def config_of(config: Config) -> Config:
+def warmup_config(config: Config) -> Config:
     """Return a job's configuration as its warm-up has it, with a folder of its own.
 
     Raises:
@@ -32,14 +32,14 @@ def describe(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     warmup = config.warmup
     origin = f"logged in {', '.join(warmup.sources)}" if warmup.sources else f"to prompts of {config.data.source_name}"
     lines = [
-        f"warm-up     {config.folder}: on {count(num_ranks, 'rank')}, seed {config.run.seed}; "
+        f"warm-up     {config.folder}: on {format_count(num_ranks, 'rank')}, seed {config.run.seed}; "
         f"drafter from {config.drafter.init}",
         *describe_model(config.model, assets),
         f"responses   up to {warmup.responses:,} {origin}; features within "
         f"{config.drafter.cache_bytes / 1e9:g} GB a rank",
-        f"training    up to {count(warmup.updates, 'update')} of {count(warmup.batch_tokens, 'token')}; "
+        f"training    up to {format_count(warmup.updates, 'update')} of {format_count(warmup.batch_tokens, 'token')}; "
         f"learning rate {config.drafter.learning_rate:g}",
-        f"validation  every {count(warmup.validation_interval, 'update')}: {VALIDATION.name} on up to "
-        f"{count(warmup.validation_prompts, 'prompt')}; ends after {warmup.patience} without a new best",
+        f"validation  every {format_count(warmup.validation_interval, 'update')}: {VALIDATION.name} on up to "
+        f"{format_count(warmup.validation_prompts, 'prompt')}; ends after {warmup.patience} without a new best",
     ]
     return "\n".join([*lines, "", to_toml(config)])

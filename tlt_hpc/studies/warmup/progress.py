@@ -34,12 +34,12 @@ class Progress:
         """The number of validations after the best one."""
         return len(self.curve) - 1 - self.curve.index(self.best) if self.best else 0
 
-    def learned(self, loss: float, num_tokens: int, seconds: float) -> Progress:
+    def after_update(self, loss: float, num_tokens: int, seconds: float) -> Progress:
         """Return the progress after one update more, of ``num_tokens`` response tokens and so many seconds."""
         tokens, losses = self.tokens + num_tokens, (*self.losses, loss)
         return replace(self, updates=self.updates + 1, tokens=tokens, seconds=self.seconds + seconds, losses=losses)
 
-    def validated(self, accept_length: float, seconds: float) -> Progress:
+    def after_validation(self, accept_length: float, seconds: float) -> Progress:
         """Return the progress with one point of the curve more."""
         loss = sum(self.losses) / len(self.losses) if self.losses else None
         point = CurvePoint(self.updates, self.tokens, self.seconds + seconds, loss, accept_length)

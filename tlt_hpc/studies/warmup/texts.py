@@ -84,7 +84,7 @@ def from_prompts(warmup: WarmupSection, prompts: PromptSource) -> Texts:
         ConfigError: too few distinct ones to hold any out.
     """
     num_training, num_held_out = warmup.responses, warmup.validation_prompts
-    draws = (prompt.tokens for step in count(_FIRST_STEP) for prompt in prompts.batch(step))
+    draws = (prompt.tokens for step in count(_FIRST_STEP) for prompt in prompts.read_step_prompts(step))
     first = list(islice(draws, num_training + num_held_out))
     held_out = hold_out(first, num_held_out)
     rest = (Text(tokens) for tokens in chain(first, draws) if tokens.tobytes() not in held_out)
@@ -98,8 +98,8 @@ def from_logs(warmup: WarmupSection, max_positions: int, num_tokens: int) -> Tex
         UserError: there are none, or they are not of a model with so many positions and tokens.
     """
     rollouts: list[Rollout] = []
-    for path in newest_first([RunFolder(Path(source)) for source in warmup.sources]):
-        rollouts += [rollout for rollout in _read(path) if len(rollout.response_tokens) > 1]
+    for path in newest_logs_first([RunFolder(Path(source)) for source in warmup.sources]):
+        rollouts += [rollout for rollout in _read_rollouts(path) if len(rollout.response_tokens) > 1]
         if len(rollouts) >= warmup.responses:
             break
     if not rollouts:
@@ -117,14 +117,14 @@ def from_logs(warmup: WarmupSection, max_positions: int, num_tokens: int) -> Tex
     return Texts(tuple(training), tuple(held_out.values()))
 
 
-def newest_first(folders: list[RunFolder]) -> Iterator[Path]:
+def newest_logs_first(folders: list[RunFolder]) -> Iterator[Path]:
     """Yield the runs' logs, the last step of each first, then the last but one of each."""
     aged = [(age, i, step) for i in range(len(folders)) for age, step in enumerate(folders[i].rollout_steps()[::-1])]
     for _, i, step in sorted(aged):
         yield from folders[i].rollout_logs(step)
 
 
-def _read(path: Path) -> tuple[Rollout, ...]:
+def _read_rollouts(path: Path) -> tuple[Rollout, ...]:
     try:
         return read_step(path).rollouts
     except DamagedFile as error:

@@ -17,20 +17,20 @@ from typing import Protocol
 import numpy as np
 from pydantic import TypeAdapter
 
-from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.cluster.watch.rank_progress import BEAT, Phase
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.config.recipes import scheduled_rate
-from tlt_hpc.drafting.offline import balanced_shards, batches_of, passes_of, update_on_all_ranks
+from tlt_hpc.drafting.offline import balanced_shards, iter_update_batches, pack_forward_passes, update_on_all_ranks
 from tlt_hpc.drafting.pool import LEAST_LENGTH, pack_excerpts
-from tlt_hpc.kernels.dispatch import deterministic
+from tlt_hpc.kernels.dispatch import deterministic_operations
 from tlt_hpc.models.drafter_file import write_drafter
-from tlt_hpc.models.piece import read_each_once
+from tlt_hpc.models.piece import read_and_broadcast_each
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.run.session import count_tokens, most_frequent_tokens
 from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
 from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, write_json
-from tlt_hpc.studies.warmup.capture import capture
+from tlt_hpc.studies.warmup.capture import capture_features
 from tlt_hpc.studies.warmup.parts import Warmup, build_warmup
 from tlt_hpc.studies.warmup.plan import VALIDATION
 from tlt_hpc.studies.warmup.progress import Progress
@@ -42,19 +42,19 @@ _ONLY_TRAINING = (".trained", ".exp_avg", ".exp_avg_sq")
 class WarmupReporter(Protocol):
     """Shows a warm-up to its user; called on rank 0 alone."""
 
-    def started(self, config: Config, texts: Texts, progress: Progress) -> None:
+    def show_start(self, config: Config, texts: Texts, progress: Progress) -> None:
         """Show the start, or that it continues from ``progress``."""
 
-    def capturing(self, num_done: int, num_texts: int) -> None:
+    def show_capture(self, num_done: int, num_texts: int) -> None:
         """Show how many texts have their features."""
 
-    def training(self, num_documents: int, num_tokens: int) -> None:
+    def show_training(self, num_documents: int, num_tokens: int) -> None:
         """Show what is trained on, in documents and response tokens."""
 
-    def learned(self, progress: Progress) -> None:
+    def show_update(self, progress: Progress) -> None:
         """Show the progress after an update."""
 
-    def validated(self, point: CurvePoint, is_best: bool) -> None:
+    def show_validation(self, point: CurvePoint, is_best: bool) -> None:
         """Show a point of the curve."""
 
 
@@ -71,20 +71,20 @@ class WarmupResult:
 
 
 def warm_up(config: Config, world: World, reporter: WarmupReporter) -> WarmupResult:
-    """Warm up, or resume warming up, the drafter that ``config`` (from ``plan.config_of``) describes. Collective.
+    """Warm up, or resume warming up, the drafter that ``config`` (from ``plan.warmup_config``) describes. Collective.
 
     Raises:
         ValueError: the user's mistake (configuration, model folder, data, logs).
     """
     with closing(build_warmup(config, world)) as warmup:
-        progress = resume(warmup)
+        progress = load_newest_state(warmup)
         was_finished, has_begun = progress.is_finished, bool(progress.updates or progress.curve)
         if world.rank == 0 and not was_finished:
-            reporter.started(config, warmup.texts, progress)
+            reporter.show_start(config, warmup.texts, progress)
         # once training was saved it resumes on the features that it began with
-        if not was_finished and (has_begun or capture(warmup, reporter.capturing)):
+        if not was_finished and (has_begun or capture_features(warmup, reporter.show_capture)):
             progress = train(warmup, progress, reporter)
-    reason = progress.end_reason(config.warmup) if progress.is_finished else world.first_stop_reason()
+    reason = progress.end_reason(config.warmup) if progress.is_finished else world.gather_first_stop_reason()
     return WarmupResult(warmup.path, progress, was_finished, reason)
 
 
@@ -127,20 +127,22 @@ class CapturedDocuments:
 def train(warmup: Warmup, progress: Progress, reporter: WarmupReporter) -> Progress:
     """Update and validate until it is over, or a stop vote comes; return the progress, which is saved. Collective."""
     limits = warmup.config.warmup
-    files = warmup.world.once(lambda: sorted(warmup.features.glob("part-*/cache/step-*/rank-*.h5")))
+    files = warmup.world.run_first_and_broadcast(
+        lambda: sorted(warmup.features_folder.glob("part-*/cache/step-*/rank-*.h5"))
+    )
     with closing(CapturedDocuments(files)) as captured:
         if warmup.world.rank == 0:
-            reporter.training(len(captured.lengths), sum(captured.lengths))
+            reporter.show_training(len(captured.lengths), sum(captured.lengths))
         if progress.documents not in (0, len(captured.lengths)):
             raise UserError(
-                f"{warmup.features} has {len(captured.lengths)} of the {progress.documents} responses the training "
-                f"began with; delete {warmup.path / 'training'} to train again on those that are left"
+                f"{warmup.features_folder} has {len(captured.lengths)} of the {progress.documents} responses the "
+                f"training began with; delete {warmup.path / 'training'} to train again on those that are left"
             )
         progress = replace(progress, documents=len(captured.lengths))
         if progress.updates == 0:
             choose_vocabulary(warmup, captured)
         batches = islice(
-            batches_of(captured.lengths, limits.batch_tokens, warmup.config.run.seed), progress.updates, None
+            iter_update_batches(captured.lengths, limits.batch_tokens, warmup.config.run.seed), progress.updates, None
         )
         engine = make_validation_engine(warmup)
         stopped = False
@@ -151,7 +153,7 @@ def train(warmup: Warmup, progress: Progress, reporter: WarmupReporter) -> Progr
             else:
                 progress, stopped = take_update(warmup, captured, next(batches), progress)
                 if warmup.world.rank == 0:
-                    reporter.learned(progress)
+                    reporter.show_update(progress)
             if is_validation or stopped:
                 save(warmup, progress)
     return progress
@@ -163,13 +165,13 @@ def choose_vocabulary(warmup: Warmup, captured: CapturedDocuments) -> None:
     if ids is None or warmup.trainer.trained.has_learned:
         return
     documents = map(captured.read, range(world.rank, len(captured.lengths), world.size))
-    settings = warmup.settings()
-    counts = world.sum(count_tokens((d.tokens[d.prompt_length :] for d in documents), settings.num_tokens))
-    warmup.trainer.trained.draft_among(most_frequent_tokens(counts, len(ids), settings.eos_token_ids))
+    settings = warmup.engine_settings()
+    counts = world.sum_over_ranks(count_tokens((d.tokens[d.prompt_length :] for d in documents), settings.num_tokens))
+    warmup.trainer.trained.set_draft_vocabulary(most_frequent_tokens(counts, len(ids), settings.eos_token_ids))
 
 
 @BEAT.in_phase(Phase.UPDATE)
-@deterministic()
+@deterministic_operations()
 def take_update(
     warmup: Warmup, captured: CapturedDocuments, batch: Sequence[int], progress: Progress
 ) -> tuple[Progress, bool]:
@@ -180,13 +182,13 @@ def take_update(
     world, trainer, start = warmup.world, warmup.trainer, time.perf_counter()
     settings, limits = warmup.config.drafter, warmup.config.warmup
     own = balanced_shards(batch, captured.lengths, world.size)[world.rank]
-    passes = passes_of([captured.read(index) for index in own], settings.micro_step_tokens)
+    passes = pack_forward_passes([captured.read(index) for index in own], settings.micro_step_tokens)
     done = progress.share_done(limits)
     rise = limits.ramp_updates + 1
     trainer.trained.learning_rate = scheduled_rate(settings.learning_rate, progress.updates, rise, done, "cosine")
     loss = update_on_all_ranks(trainer, (pack_excerpts(excerpts, warmup.decoder.device) for excerpts in passes), world)
     seconds = world.broadcast(time.perf_counter() - start)
-    progress = progress.learned(loss, sum(captured.lengths[index] for index in batch), seconds)
+    progress = progress.after_update(loss, sum(captured.lengths[index] for index in batch), seconds)
     return progress, bool(world.agree_to_stop())
 
 
@@ -195,7 +197,7 @@ def make_validation_engine(warmup: Warmup) -> RolloutEngine:
 
     It has no tie guard: a single exchanged token does not change an accept length.
     """
-    settings, requests = warmup.settings(), warmup.texts.validation_requests(warmup.config.run.seed)
+    settings, requests = warmup.engine_settings(), warmup.texts.validation_requests(warmup.config.run.seed)
     max_tokens = min(warmup.config.warmup.validation_tokens, settings.params.max_tokens)
     settings = replace(
         settings,
@@ -206,7 +208,7 @@ def make_validation_engine(warmup: Warmup) -> RolloutEngine:
         max_prompt_tokens=max(len(request.prompt_tokens) for request in requests),
     )
     engine = warmup.make_engine(settings, warmup.engine_drafter)
-    warmup.calibrate_on(engine, requests[:1])
+    warmup.calibrate_with_own_keys(engine, requests[:1])
     return engine
 
 
@@ -226,14 +228,14 @@ def validate(
     requests = warmup.texts.validation_requests(warmup.config.run.seed)
     roster = warmup.generate(engine, requests[warmup.replica.number :: warmup.replica.count])
     engine.abort()
-    engine.collect()
+    engine.take_finished_rollouts()
     counts = engine.take_counts()
-    if roster.stopping:
+    if roster.has_stop_vote:
         return progress, bool(world.agree_to_stop())
     # tokens per target pass and sequence; a replica's ranks count the same, each of them
-    tokens, passes = world.sum(np.array([counts.num_tokens, counts.num_row_passes], np.int64))
+    tokens, passes = world.sum_over_ranks(np.array([counts.num_tokens, counts.num_row_passes], np.int64))
     accept_length = float(tokens / passes)
-    progress = progress.validated(accept_length, world.broadcast(time.perf_counter() - start))
+    progress = progress.after_validation(accept_length, world.broadcast(time.perf_counter() - start))
     is_best = progress.best == progress.curve[-1]
 
     def keep() -> None:
@@ -241,9 +243,9 @@ def validate(
             write_best_drafter(warmup)
         write_drafter_facts(warmup, captured, progress)
 
-    world.once(keep)
+    world.run_first_and_broadcast(keep)
     if world.rank == 0:
-        reporter.validated(progress.curve[-1], is_best)
+        reporter.show_validation(progress.curve[-1], is_best)
     return replace(progress, is_finished=bool(progress.end_reason(warmup.config.warmup))), False
 
 
@@ -254,7 +256,9 @@ def write_best_drafter(warmup: Warmup) -> None:
         WriteError: the disk refused; the one before stays.
     """
     state = {
-        name: tensor for name, tensor in warmup.trainer.trained.state().items() if not name.endswith(_ONLY_TRAINING)
+        name: tensor
+        for name, tensor in warmup.trainer.trained.host_state_copy().items()
+        if not name.endswith(_ONLY_TRAINING)
     }
     write_drafter(warmup.path / "drafter", state)
 
@@ -288,22 +292,22 @@ def save(warmup: Warmup, progress: Progress) -> None:
     Raises:
         CheckpointError: on all ranks, where one could not write.
     """
-    shards = {"drafter": warmup.trainer.trained.state()} if warmup.world.rank == 0 else {}
+    shards = {"drafter": warmup.trainer.trained.host_state_copy()} if warmup.world.rank == 0 else {}
     # a save under a number that is taken is left out, and a validation changes the state too
     number = progress.updates + len(progress.curve)
     warmup.saves.save(number, warmup.world, shards, {"progress": asdict(progress)})
 
 
-def resume(warmup: Warmup) -> Progress:
+def load_newest_state(warmup: Warmup) -> Progress:
     """Load the newest save, if there is one, and return its progress. Collective.
 
     Raises:
         CheckpointError: there are saves, and none is good.
     """
-    saved = warmup.world.once(warmup.saves.open_newest)
+    saved = warmup.world.run_first_and_broadcast(warmup.saves.open_newest)
     if saved is None:
         return Progress()
-    node, names = warmup.world.node_group, saved.names("drafter")
-    with saved.reading("drafter") as read:
-        warmup.trainer.trained.load_state(dict(read_each_once(node, names, read)))
+    node, names = warmup.world.node_group, saved.tensor_names("drafter")
+    with saved.open_tensor_reader("drafter") as read:
+        warmup.trainer.trained.load_state(dict(read_and_broadcast_each(node, names, read)))
     return TypeAdapter(Progress).validate_python(saved.state["progress"])

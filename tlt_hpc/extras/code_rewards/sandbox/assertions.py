@@ -20,21 +20,21 @@ from typing import Any, TextIO
 
 from tlt_hpc.extras.code_rewards.sandbox import testing
 from tlt_hpc.extras.code_rewards.sandbox.attempt import Attempt
-from tlt_hpc.extras.code_rewards.sandbox.forms import (
+from tlt_hpc.extras.code_rewards.sandbox.remote import Link, NotSentError
+from tlt_hpc.extras.code_rewards.sandbox.syntax_of_tests import (
     FAILED,
     GIVEN,
     HELD,
     MODULES,
     Counting,
     definitions,
-    imports,
-    is_programs,
-    parsed,
+    imported_modules,
+    is_program_module,
+    parse_tests,
     programs_names,
-    reached,
+    reachable_code,
     tests_to_call,
 )  # fmt: skip
-from tlt_hpc.extras.code_rewards.sandbox.remote import Link, NotSentError
 
 _FILE = "<tests {}>"
 """The name of a text of tests in the traces of errors."""
@@ -47,7 +47,7 @@ class _Names(dict[str, Any]):
     """The names of tests; one that they do not define is the program's, or a module."""
 
     def __init__(self, link: Link, programs: Container[str], entry: str) -> None:
-        super().__init__({"__name__": "__main__", HELD: self._count, FAILED: _raise_again})
+        super().__init__({"__name__": "__main__", HELD: self._count_held_check, FAILED: _raise_again})
         self._link, self._programs, self._entry, self.num_held = link, programs, entry, 0
 
     def __missing__(self, name: str) -> Any:
@@ -56,10 +56,10 @@ class _Names(dict[str, Any]):
         if name in MODULES:
             self[name] = importlib.import_module(name)
         else:
-            self[name] = self._link.named(self._entry if name == GIVEN else name, _SPARE)
+            self[name] = self._link.request_object(self._entry if name == GIVEN else name, _SPARE)
         return self[name]
 
-    def _count(self) -> None:
+    def _count_held_check(self) -> None:
         self.num_held += 1
 
 
@@ -72,10 +72,10 @@ class _ProgramModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.link.named(name, {})
+        return self.link.request_object(name, {})
 
 
-def report_of(texts: Sequence[str], entry: str, replies: TextIO, calls: TextIO) -> dict[str, Any]:
+def run_tests(texts: Sequence[str], entry: str, replies: TextIO, calls: TextIO) -> dict[str, Any]:
     """Run all of them in one namespace, then the tests that nothing calls.
 
     Args:
@@ -86,11 +86,11 @@ def report_of(texts: Sequence[str], entry: str, replies: TextIO, calls: TextIO) 
         failed to answer; ``trouble``: why the tests ended, "" if they are passed; ``is_unreadable``: whether it is
         not the program's fault.
     """
-    link, trees = Link(replies, calls), [parsed(text) for text in texts]
+    link, trees = Link(replies, calls), [parse_tests(text) for text in texts]
     units = tests_to_call(trees)
     if "numpy" in sys.modules:
         _SPARE["np"] = sys.modules["numpy"]
-    _, live = reached(trees, [unit.name for unit in units])
+    _, live = reachable_code(trees, [unit.name for unit in units])
     names = _Names(link, programs_names(texts, trees, units, live), entry)
     with Attempt(Exception, SystemExit) as attempt:
         _offer_modules(trees, link)
@@ -105,7 +105,7 @@ def report_of(texts: Sequence[str], entry: str, replies: TextIO, calls: TextIO) 
         "held": names.num_held,
         "answers": link.num_answers,
         "is_silent": link.is_silent,
-        "trouble": _described(error, texts) if error else "",
+        "trouble": _describe_failure(error, texts) if error else "",
         "is_unreadable": isinstance(error, NotSentError),
     }
 
@@ -118,7 +118,7 @@ def _execute(tree: ast.Module, file: str, names: _Names) -> None:
             raise
 
 
-def _described(error: BaseException, texts: Sequence[str]) -> str:
+def _describe_failure(error: BaseException, texts: Sequence[str]) -> str:
     """The line of the tests that failed, and how."""
     lines = {_FILE.format(number): text.split("\n") for number, text in enumerate(texts)}
     places = [each for each in traceback.extract_tb(error.__traceback__) if each.filename in lines]
@@ -128,12 +128,12 @@ def _described(error: BaseException, texts: Sequence[str]) -> str:
 
 
 def _offer_modules(trees: Sequence[ast.Module], link: Link) -> None:
-    for module, names in imports(trees):
+    for module, names in imported_modules(trees):
         if module == "pytest":
             sys.modules["pytest"] = testing
         elif module == "unittest":
             testing.ignore_main()
-        elif is_programs(module, names):
+        elif is_program_module(module, names):
             offered = sys.modules[module] = _ProgramModule(module)
             offered.link = link
 

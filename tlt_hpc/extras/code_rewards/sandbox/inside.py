@@ -21,10 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tlt_hpc.extras.code_rewards.sandbox.kinds import KINDS, Walls
-from tlt_hpc.extras.code_rewards.sandbox.prelude import names_given
-from tlt_hpc.extras.code_rewards.sandbox.privileges import check, die_with_parent, libc
-from tlt_hpc.extras.code_rewards.sandbox.program import RESULT_FD, body_of, confine, run_to_the_end
+from tlt_hpc.extras.code_rewards.sandbox.isolation import KINDS, Walls
+from tlt_hpc.extras.code_rewards.sandbox.prelude import prelude_names
+from tlt_hpc.extras.code_rewards.sandbox.privileges import check_libc_result, die_with_parent, libc
+from tlt_hpc.extras.code_rewards.sandbox.program import RESULT_FD, action_of_request, confine, run_to_the_end
 from tlt_hpc.rewards.answer import read_frame, write_frame
 
 _MFD_ALLOW_SEALING, _F_ADD_SEALS, _ALL_SEALS = 2, 1033, 15
@@ -43,7 +43,7 @@ _COMMON = ("array", "bisect", "cmath", "collections", "copy", "ctypes", "datacla
 """Imported while the host's libraries can be reached: a program finds them loaded, and pays no CPU time for them."""
 
 
-def next_program(
+def supervise_programs(
     walls: Walls, requests: BinaryIO, outcomes: BinaryIO, partner: int | None, nothing: int, base_bytes: int
 ) -> Callable[[], object] | None:
     """Run the programs that are requested; returns in every child, with what it is to do, and after the last one.
@@ -55,20 +55,20 @@ def next_program(
     """
     while (request := read_frame(requests)) is not None:
         ours, theirs = os.pipe()
-        stdin = _file_with(request.get("stdin", "")) if partner is None else partner
+        stdin = _create_memory_file(request.get("stdin", "")) if partner is None else partner
         pid = os.fork()
         if pid == 0:
-            walls.enter()
+            walls.isolate_program()
             confine(request, stdin, theirs, nothing, base_bytes)
-            return body_of(request)
+            return action_of_request(request)
         os.close(theirs)
         os.close(stdin)
-        output, failure = _watch(ours, requests.fileno(), pid, request)
+        output, failure = _watch_program(ours, requests.fileno(), pid, request)
         os.close(ours)
         if failure:
             os.kill(pid, signal.SIGKILL)
         _, status, usage = os.wait4(pid, 0)
-        walls.end_all()
+        walls.kill_remaining_processes()
         outcome = {
             "output": output.decode("utf-8", "replace"),
             "status": os.waitstatus_to_exitcode(status),
@@ -79,7 +79,7 @@ def next_program(
     return None
 
 
-def _watch(ours: int, requests: int, pid: int, request: dict[str, Any]) -> tuple[bytes, str | None]:
+def _watch_program(ours: int, requests: int, pid: int, request: dict[str, Any]) -> tuple[bytes, str | None]:
     """What a process wrote until it ended, or the limit that it exceeded; ends all if the judge is gone.
 
     The limits are of CPU time; the clock serves only to see a process that hangs.
@@ -117,10 +117,10 @@ def _cpu_seconds(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)  # CPUCLOCK_SCHED of a process: see clock_getcpuclockid(3)
 
 
-def _file_with(text: str) -> int:
+def _create_memory_file(text: str) -> int:
     """A descriptor to read the text from: of a file in memory that nobody can change any more."""
     # os.memfd_create is missing where Python was built with an older libc
-    fd = check(libc.memfd_create(b"input", _MFD_ALLOW_SEALING), "memfd_create")
+    fd = check_libc_result(libc.memfd_create(b"input", _MFD_ALLOW_SEALING), "memfd_create")
     with open(fd, "w", encoding="utf-8", closefd=False) as stream:
         stream.write(text)
     fcntl.fcntl(fd, _F_ADD_SEALS, _ALL_SEALS)
@@ -132,7 +132,7 @@ def _import_common() -> None:
     for name in _COMMON:
         with contextlib.suppress(ImportError):  # an interpreter may have been built without some
             __import__(name)
-    names_given()
+    prelude_names()
 
 
 def _import_numpy(packages: str) -> None:
@@ -195,7 +195,7 @@ def main(project: str, channel_fd: int, kind: str, packages: str) -> None:
     if with_numpy is not None:
         with_numpy.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _sandbox(KINDS[kind](), os.fdopen(fds[0], "rb"), os.fdopen(fds[1], "wb"), fds[2] if len(fds) > 2 else None)
+    _run_sandbox(KINDS[kind](), os.fdopen(fds[0], "rb"), os.fdopen(fds[1], "wb"), fds[2] if len(fds) > 2 else None)
 
 
 def _close_all(fds: list[int]) -> None:
@@ -208,7 +208,7 @@ def _library_folders() -> list[str]:
     return [path for path in sys.path if os.path.isdir(path)]  # noqa: PTH112
 
 
-def _sandbox(walls: Walls, requests: BinaryIO, outcomes: BinaryIO, partner: int | None) -> None:
+def _run_sandbox(walls: Walls, requests: BinaryIO, outcomes: BinaryIO, partner: int | None) -> None:
     """Build the walls, then run what is requested; in a child, the program itself."""
     # while /proc and /dev can be reached
     base_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
@@ -217,12 +217,12 @@ def _sandbox(walls: Walls, requests: BinaryIO, outcomes: BinaryIO, partner: int 
         pass  # 0 to 3 must be taken: programs get theirs under these numbers
     try:
         # the other sandbox sees the end of this one's socket to it when the program ends
-        walls.build(_library_folders(), [requests.fileno(), *([] if partner is None else [partner])])
+        walls.become_supervisor(_library_folders(), [requests.fileno(), *([] if partner is None else [partner])])
     except OSError as error:
         write_frame(outcomes, {"trouble": error.strerror})
         os._exit(1)
     write_frame(outcomes, {})
-    body = next_program(walls, requests, outcomes, partner, nothing, base_bytes)
+    body = supervise_programs(walls, requests, outcomes, partner, nothing, base_bytes)
     if body is None:
         os._exit(0)
     run_to_the_end(body)

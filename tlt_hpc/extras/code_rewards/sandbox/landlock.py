@@ -16,7 +16,13 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from tlt_hpc.extras.code_rewards.sandbox.privileges import check, die_with_parent, drop_privileges, libc, set_process
+from tlt_hpc.extras.code_rewards.sandbox.privileges import (
+    check_libc_result,
+    die_with_parent,
+    drop_privileges,
+    libc,
+    set_process,
+)
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # on every processor
 _ASK_VERSION, _PATH_BENEATH = 1, 1
@@ -29,9 +35,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Landlock:
-    """Walls (see ``kinds.py``) around each program alone; what supervises it is an ordinary process without rights."""
+    """Walls (see ``isolation.py``) around each program alone; its supervisor is an ordinary process without rights."""
 
-    def build(self, libraries: Sequence[str], for_supervisor: Sequence[int]) -> None:
+    def become_supervisor(self, libraries: Sequence[str], for_supervisor: Sequence[int]) -> None:
         """Make this process the supervisor.
 
         Raises:
@@ -50,15 +56,15 @@ class Landlock:
             raise OSError(error.errno, f"reading {self._children}: {error.strerror}") from None
         self._ruleset = _make_ruleset(libraries)
 
-    def enter(self) -> None:
+    def isolate_program(self) -> None:
         """Enter the domain, in a process group that signals to the group do not leave."""
         os.setpgid(0, 0)
         die_with_parent()
         if os.getppid() != self._supervisor:
             os._exit(1)
-        check(libc.syscall(_RESTRICT_SELF, self._ruleset, 0), "landlock_restrict_self")
+        check_libc_result(libc.syscall(_RESTRICT_SELF, self._ruleset, 0), "landlock_restrict_self")
 
-    def end_all(self) -> None:
+    def kill_remaining_processes(self) -> None:
         """Kill all children until there are none: what a program leaves becomes a child of this process."""
         with contextlib.suppress(ChildProcessError):
             while True:
@@ -69,10 +75,10 @@ class Landlock:
 
 def _make_ruleset(libraries: Sequence[str]) -> int:
     """Rules that allow to read these folders, but not the packages that are installed in them."""
-    version = check(libc.syscall(_CREATE_RULESET, None, 0, _ASK_VERSION), "landlock_create_ruleset")
+    version = check_libc_result(libc.syscall(_CREATE_RULESET, None, 0, _ASK_VERSION), "landlock_create_ruleset")
     rights = (1 << _NUM_FILE_RIGHTS.get(version, 16)) - 1
     handled = (ctypes.c_uint64 * 3)(rights, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
-    ruleset = check(libc.syscall(_CREATE_RULESET, handled, 24, 0), "landlock_create_ruleset")
+    ruleset = check_libc_result(libc.syscall(_CREATE_RULESET, handled, 24, 0), "landlock_create_ruleset")
     for library in libraries:
         _allow(ruleset, library, _READ_DIR)
         for entry in os.scandir(library):
@@ -85,5 +91,5 @@ def _make_ruleset(libraries: Sequence[str]) -> int:
 def _allow(ruleset: int, path: str, rights: int) -> None:
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     rule = struct.pack("=Qi", rights, fd)
-    check(libc.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0), f"landlock_add_rule for {path}")
+    check_libc_result(libc.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0), f"landlock_add_rule for {path}")
     os.close(fd)

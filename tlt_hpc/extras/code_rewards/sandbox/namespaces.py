@@ -13,7 +13,13 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from tlt_hpc.extras.code_rewards.sandbox.privileges import become_nobody, check, die_with_parent, drop_privileges, libc
+from tlt_hpc.extras.code_rewards.sandbox.privileges import (
+    become_nobody,
+    check_libc_result,
+    die_with_parent,
+    drop_privileges,
+    libc,
+)
 
 SCRATCH = "/tmp"
 """The only folder that can be written to, in memory."""
@@ -36,9 +42,9 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 
 class Namespaces:
-    """Walls (see ``kinds.py``) around the supervisor too, which is process 1 of its namespace."""
+    """Walls (see ``isolation.py``) around the supervisor too, which is process 1 of its namespace."""
 
-    def build(self, libraries: Sequence[str], for_supervisor: Sequence[int]) -> None:
+    def become_supervisor(self, libraries: Sequence[str], for_supervisor: Sequence[int]) -> None:
         """Fork the supervisor in new namespaces, and wait for its end.
 
         Raises:
@@ -57,10 +63,10 @@ class Namespaces:
         drop_privileges(is_root)
         die_with_parent()
 
-    def enter(self) -> None:
+    def isolate_program(self) -> None:
         """Do nothing: a process that the supervisor forks is isolated already."""
 
-    def end_all(self) -> None:
+    def kill_remaining_processes(self) -> None:
         """Kill all processes but this one: this namespace has no others."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -81,10 +87,10 @@ def unshare() -> bool:
         with contextlib.suppress(PermissionError):  # a root without rights is like any user
             become_nobody()
     uid, gid = os.geteuid(), os.getegid()
-    check(libc.unshare(_NEWUSER | _WALLS), "unshare(user, mount, process, network and IPC namespaces)")
-    _write("/proc/self/setgroups", "deny")
-    _write("/proc/self/uid_map", f"{_NOBODY} {uid} 1")
-    _write("/proc/self/gid_map", f"{_NOBODY} {gid} 1")
+    check_libc_result(libc.unshare(_NEWUSER | _WALLS), "unshare(user, mount, process, network and IPC namespaces)")
+    _write_proc_file("/proc/self/setgroups", "deny")
+    _write_proc_file("/proc/self/uid_map", f"{_NOBODY} {uid} 1")
+    _write_proc_file("/proc/self/gid_map", f"{_NOBODY} {gid} 1")
     return False
 
 
@@ -111,8 +117,8 @@ def change_root(paths: Sequence[str]) -> None:
         os.close(fd)
     os.chdir(_COVERED)
     number = _PIVOT_ROOT[os.uname().machine]
-    check(libc.syscall(number, b".", b"."), "pivot_root")
-    check(libc.umount2(b".", _DETACH), "umount2 of the old root")
+    check_libc_result(libc.syscall(number, b".", b"."), "pivot_root")
+    check_libc_result(libc.umount2(b".", _DETACH), "umount2 of the old root")
     os.chdir("/")
     _mount(None, "/", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
     os.chdir(SCRATCH)
@@ -129,10 +135,10 @@ def _bind(fd: int, target: str) -> None:
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: bytes | None = None) -> None:
     words = [word.encode() if word is not None else None for word in (source, target, kind)]
-    check(libc.mount(*words, ctypes.c_ulong(flags), options), f"mount of {target}")
+    check_libc_result(libc.mount(*words, ctypes.c_ulong(flags), options), f"mount of {target}")
 
 
-def _write(path: str, text: str) -> None:
+def _write_proc_file(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="ascii")
     except OSError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tlt_hpc.extras.code_rewards.sandbox.inside import NUMPY
-from tlt_hpc.extras.code_rewards.sandbox.kinds import KINDS
+from tlt_hpc.extras.code_rewards.sandbox.isolation import KINDS
 from tlt_hpc.extras.code_rewards.sandbox.program import MEMORY_STATUS
 from tlt_hpc.rewards.answer import JudgeError, read_frame, write_frame
 
@@ -87,7 +87,7 @@ class Template:
         """True if it still runs; for its owner to ask."""
         return self._process.poll() is None
 
-    def open(self, *partner: int, has_numpy: bool = False) -> tuple[BinaryIO, BinaryIO]:
+    def start_sandbox(self, *partner: int, has_numpy: bool = False) -> tuple[BinaryIO, BinaryIO]:
         """Start a sandbox, with a socket to another one if given; returns the streams of requests and of outcomes."""
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
@@ -116,8 +116,8 @@ class Sandbox:
 
     def __init__(self, template: Template, *partner: int, has_numpy: bool = False) -> None:
         self._template = template  # it must not go while this is open
-        self._requests, self._outcomes = template.open(*partner, has_numpy=has_numpy)
-        trouble = self._next().get("trouble")
+        self._requests, self._outcomes = template.start_sandbox(*partner, has_numpy=has_numpy)
+        trouble = self._receive_frame().get("trouble")
         if trouble:
             self.close()
             raise SandboxError(f"no sandbox by {template.kind}: {trouble}")
@@ -137,30 +137,30 @@ class Sandbox:
 
     def run(self, code: str, stdin: str, limits: ProgramLimits) -> Outcome:
         """Run a program as a script."""
-        return self._ask({"do": "run", "code": code, "stdin": stdin}, limits)
+        return self._run_request({"do": "run", "code": code, "stdin": stdin}, limits)
 
     def call(self, code: str, name: str, arguments: list[Any], limits: ProgramLimits) -> Outcome:
         """Call a function of the program; the output is its value as JSON."""
-        return self._ask({"do": "call", "code": code, "name": name, "arguments": arguments}, limits)
+        return self._run_request({"do": "call", "code": code, "name": name, "arguments": arguments}, limits)
 
-    def _ask(self, request: dict[str, Any], limits: ProgramLimits) -> Outcome:
+    def _run_request(self, request: dict[str, Any], limits: ProgramLimits) -> Outcome:
         self._send(request, limits)
-        return self._outcome()
+        return self._receive_outcome()
 
     def _send(self, request: dict[str, Any], limits: ProgramLimits) -> None:
         write_frame(self._requests, {**request, **vars(limits)})
 
-    def _outcome(self) -> Outcome:
-        return Outcome(**self._next())
+    def _receive_outcome(self) -> Outcome:
+        return Outcome(**self._receive_frame())
 
-    def _next(self) -> dict[str, Any]:
+    def _receive_frame(self) -> dict[str, Any]:
         frame = read_frame(self._outcomes)
         if frame is None:
             raise RuntimeError("the sandbox ended by itself")
         return frame  # type: ignore[no-any-return]
 
 
-def check(
+def run_python_tests(
     template: Template, code: str, tests: Sequence[str], limits: ProgramLimits, entry: str = "", has_numpy: bool = False
 ) -> tuple[Outcome, Outcome]:
     """Run Python tests against a program's functions, each in a sandbox of its own.
@@ -185,11 +185,11 @@ def check(
             theirs.close()
             # it waits while the program computes; a program that hangs is ended by its own limits
             patient = replace(limits, asleep_seconds=math.inf)
-            checked = checker._ask({"do": "check", "tests": list(tests), "entry": entry}, patient)
-        return program._outcome(), checked  # without calls to come the program ends
+            checked = checker._run_request({"do": "check", "tests": list(tests), "entry": entry}, patient)
+        return program._receive_outcome(), checked  # without calls to come the program ends
 
 
-def working_template() -> Template:
+def start_working_template() -> Template:
     """A template of the first kind whose sandboxes run an honest program; before anything depends on it.
 
     Raises:

@@ -38,16 +38,16 @@ _RECURSION = 50_000
 
 
 @functools.cache
-def names_given() -> dict[str, Any]:
+def prelude_names() -> dict[str, Any]:
     """The names, but those of ``sys``."""
     names: dict[str, Any] = {}
     exec(_IMPORTS, names)
     return {name: value for name, value in names.items() if not hasattr(builtins, name) and name[0] != "_"}
 
 
-def give_names() -> None:
+def install_prelude_names() -> None:
     """Add the names in this process, which is a program's; those of ``sys`` as they are now."""
     of_sys = {name: value for name, value in vars(sys).items() if name[0] != "_" and not hasattr(builtins, name)}
     numpy = {"np": sys.modules["numpy"]} if "numpy" in sys.modules else {}
-    vars(builtins).update(of_sys | names_given() | numpy)
+    vars(builtins).update(of_sys | prelude_names() | numpy)
     sys.setrecursionlimit(_RECURSION)

@@ -24,7 +24,7 @@ def drop_privileges(is_nobody: bool) -> None:
     if is_nobody:
         become_nobody()
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-    check(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    check_libc_result(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
     set_process(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
     set_process(_PR_SET_DUMPABLE, 0, "PR_SET_DUMPABLE")
 
@@ -57,10 +57,10 @@ def set_process(option: int, value: int, name: str) -> None:
     Raises:
         OSError: the kernel refuses it; names the option.
     """
-    check(libc.prctl(option, value, 0, 0, 0), f"prctl({name})")
+    check_libc_result(libc.prctl(option, value, 0, 0, 0), f"prctl({name})")
 
 
-def check(result: int, what: str) -> int:
+def check_libc_result(result: int, what: str) -> int:
     """The result of a call of libc.
 
     Raises:

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
 from tlt_hpc.extras.code_rewards.sandbox import seccomp
-from tlt_hpc.extras.code_rewards.sandbox.assertions import report_of
-from tlt_hpc.extras.code_rewards.sandbox.prelude import give_names
-from tlt_hpc.extras.code_rewards.sandbox.serving import find, serve
-from tlt_hpc.extras.code_rewards.sandbox.values import plain
+from tlt_hpc.extras.code_rewards.sandbox.assertions import run_tests
+from tlt_hpc.extras.code_rewards.sandbox.prelude import install_prelude_names
+from tlt_hpc.extras.code_rewards.sandbox.serving import find_object, serve
+from tlt_hpc.extras.code_rewards.sandbox.values import numpy_to_python
 
 MEMORY_STATUS = 77
 RESULT_FD = 3
@@ -72,16 +72,16 @@ def _replace_streams() -> None:
     sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8")  # type: ignore[misc]  # noqa: SIM115
 
 
-def body_of(request: dict[str, Any]) -> Callable[[], object]:
+def action_of_request(request: dict[str, Any]) -> Callable[[], object]:
     """The function that does what the request asks of the process."""
     match request["do"]:
         case "run":
-            return lambda: _run(request["code"], "__main__")
+            return lambda: _run_program(request["code"], "__main__")
         case "call":
-            return lambda: _call(request)
+            return lambda: _call_function(request)
         case "serve":
             return lambda: _serve(request["code"])
-    return lambda: _check(request["tests"], request["entry"])
+    return lambda: _run_tests(request["tests"], request["entry"])
 
 
 def run_to_the_end(body: Callable[[], object]) -> NoReturn:
@@ -107,9 +107,9 @@ def run_to_the_end(body: Callable[[], object]) -> NoReturn:
             os._exit(status & 0xFF)
 
 
-def _run(code: str, name: str) -> types.ModuleType:
+def _run_program(code: str, name: str) -> types.ModuleType:
     """Run a program as a module of this name."""
-    give_names()
+    install_prelude_names()
     module = types.ModuleType(name)
     module.__file__ = _NAME
     sys.modules[name] = module
@@ -117,27 +117,27 @@ def _run(code: str, name: str) -> types.ModuleType:
     return module
 
 
-def _call(request: dict[str, Any]) -> None:
-    function = find(_run(request["code"], "solution"), request["name"])
-    _give(json.dumps(function(*request["arguments"]), default=plain))
+def _call_function(request: dict[str, Any]) -> None:
+    function = find_object(_run_program(request["code"], "solution"), request["name"])
+    _write_result(json.dumps(function(*request["arguments"]), default=numpy_to_python))
 
 
 def _serve(code: str) -> None:
-    calls, replies = _partner()
-    serve(_run(code, "solution"), calls, replies)
+    calls, replies = _open_partner_streams()
+    serve(_run_program(code, "solution"), calls, replies)
 
 
-def _check(texts: list[str], entry: str) -> None:
-    _give(json.dumps(report_of(texts, entry, *_partner())))
+def _run_tests(texts: list[str], entry: str) -> None:
+    _write_result(json.dumps(run_tests(texts, entry, *_open_partner_streams())))
 
 
-def _partner() -> tuple[TextIO, TextIO]:
+def _open_partner_streams() -> tuple[TextIO, TextIO]:
     """Streams from and to the process in the other sandbox, which came as standard input; that is empty from now on."""
     fd = os.dup(0)
     os.dup2(2, 0)
     return os.fdopen(fd, encoding="utf-8"), os.fdopen(fd, "w", encoding="utf-8", closefd=False)
 
 
-def _give(result: str) -> None:
+def _write_result(result: str) -> None:
     with open(RESULT_FD, "w", encoding="utf-8") as stream:
         stream.write(result)

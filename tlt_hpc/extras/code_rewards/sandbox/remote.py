@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from tlt_hpc.extras.code_rewards.sandbox.values import exception_class, literal, value_of
+from tlt_hpc.extras.code_rewards.sandbox.values import exception_class, from_literal, to_literal
 
 ENTRY = ""
 """The function of a program that its tests do not name: no function has this name."""
@@ -33,7 +33,7 @@ class Link:
         self.num_answers, self.is_silent = 0, False
         self._made: dict[int, Remote] = {}
 
-    def named(self, name: str, spare: Mapping[str, Any]) -> Any:
+    def request_object(self, name: str, spare: Mapping[str, Any]) -> Any:
         """The program's object of this name, or that of ``spare`` if the program has none.
 
         Raises:
@@ -42,15 +42,15 @@ class Link:
         is_class = name[:1].isupper()
         level, below = 2 if is_class else 0, 1 if is_class and name != "Solution" else 0
         find = functools.partial(Remote, self, level=level, below=below, makes=is_class)
-        kind, value, _ = self._exchange("name", (name,), {}, find)
+        kind, value, _ = self._send_and_receive("name", (name,), {}, find)
         if kind == "missing":
             if name not in spare:
-                self._end(f"the program has no {name!r}" if name else "the program has no function")
+                self._exit_silent(f"the program has no {name!r}" if name else "the program has no function")
             return spare[name]
         self.num_answers += not isinstance(value, Remote | type)
         return value
 
-    def ask(self, operation: str, of: Remote, /, *given: Any, **named: Any) -> Any:
+    def request_operation(self, operation: str, of: Remote, /, *given: Any, **named: Any) -> Any:
         """The result of an operation of the program's on an object of its.
 
         Raises:
@@ -58,11 +58,11 @@ class Link:
             NotSentError: an argument cannot be sent.
             SystemExit: it did not answer.
         """
-        find = functools.partial(self._found, of, operation)
-        kind, value, changed = self._exchange(operation, (of, *given), named, find)
+        find = functools.partial(self._remote_object, of, operation)
+        kind, value, changed = self._send_and_receive(operation, (of, *given), named, find)
         self.num_answers += 1
         for place, content in changed.items():
-            _fill(given[place - 1], content)
+            _replace_content(given[place - 1], content)
         if kind == "raised":
             classes, arguments = value
             kind = exception_class(*classes)
@@ -71,26 +71,26 @@ class Link:
             raise kind(*arguments)
         return value
 
-    def _exchange(self, operation: str, given: tuple[Any, ...], named: dict[str, Any], find: Any) -> Any:
+    def _send_and_receive(self, operation: str, given: tuple[Any, ...], named: dict[str, Any], find: Any) -> Any:
         try:
-            line = literal((operation, given, named), number_of)
+            line = to_literal((operation, given, named), object_number)
         except ValueError as error:
             raise NotSentError(str(error)) from None
         self._calls.write(line + "\n")
         self._calls.flush()
         reply = self._replies.readline(_MAX_REPLY_CHARACTERS)
         if not reply.endswith("\n"):
-            self._end("the program did not answer")
-        return value_of(reply, find)
+            self._exit_silent("the program did not answer")
+        return from_literal(reply, find)
 
-    def _found(self, of: Remote, operation: str, number: int) -> Remote:
+    def _remote_object(self, of: Remote, operation: str, number: int) -> Remote:
         """An object in a result: what a test made itself keeps its rights."""
         if operation == "call" and of._makes:
             return self._made.setdefault(number, Remote(self, number, 2, of._below))
         known = self._made.get(number) if of._below else None
         return known or Remote(self, number, of._below, of._below)
 
-    def _end(self, reason: str) -> None:
+    def _exit_silent(self, reason: str) -> None:
         self.is_silent = True  # whatever handles the exit
         sys.exit(reason)
 
@@ -109,33 +109,33 @@ class Remote:
         vars(self).update(_link=link, _number=number, _level=level, _below=below, _makes=makes)
 
     def __call__(self, /, *given: Any, **named: Any) -> Any:
-        return self._link.ask("call", self, *given, **named)
+        return self._link.request_operation("call", self, *given, **named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self._level == 0 or (self._level == 1 and name in _OF_VALUES):
             raise AttributeError(f"{name!r} of an object of the program's")
-        return self._link.ask("get", self, name)
+        return self._link.request_operation("get", self, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        self._link.ask("set", self, name, value)
+        self._link.request_operation("set", self, name, value)
 
     def __hash__(self) -> int:
-        return number_of(self)
+        return object_number(self)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Remote) or 0 in (self._level, other._level):
             return self is other
-        return bool(self._link.ask("==", self, other))
+        return bool(self._link.request_operation("==", self, other))
 
 
-def _fill(collection: Any, content: Any) -> None:
+def _replace_content(collection: Any, content: Any) -> None:
     """Change a collection as the program has changed its own."""
     assert type(collection) is type(content)
     collection.clear()
     (collection.extend if isinstance(collection, list | deque) else collection.update)(content)
 
 
-def number_of(value: Any) -> int:
+def object_number(value: Any) -> int:
     """The number of an object of the program's.
 
     Raises:
@@ -147,25 +147,25 @@ def number_of(value: Any) -> int:
     return number
 
 
-def _looking(operation: str) -> Callable[[Remote], Any]:
-    return lambda self: self._link.ask(operation, self)
+def _unary_operator(operation: str) -> Callable[[Remote], Any]:
+    return lambda self: self._link.request_operation(operation, self)
 
 
-def _operating(operation: str) -> Callable[..., Any]:
+def _guarded_operator(operation: str) -> Callable[..., Any]:
     def operate(self: Remote, *given: Any) -> Any:
         is_comparison = operation in ("<", "<=", ">", ">=")
         if self._level < 2 or (is_comparison and not isinstance(given[0], Remote)):
             raise TypeError(f"{operation} with an object of the program's")
-        return self._link.ask(operation, self, *given)
+        return self._link.request_operation(operation, self, *given)
 
     return operate
 
 
 for _name in ("str", "repr", "len", "bool", "iter", "next"):
-    setattr(Remote, f"__{_name}__", _looking(_name))
+    setattr(Remote, f"__{_name}__", _unary_operator(_name))
 for _name, _operation in {
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "add": "+", "sub": "-", "mul": "*", "truediv": "/", "neg": "neg",
     "contains": "in", "getitem": "item", "setitem": "set item", "instancecheck": "is instance",
     "subclasscheck": "is subclass", "enter": "enter", "exit": "exit",
 }.items():  # fmt: skip
-    setattr(Remote, f"__{_name}__", _operating(_operation))
+    setattr(Remote, f"__{_name}__", _guarded_operator(_operation))

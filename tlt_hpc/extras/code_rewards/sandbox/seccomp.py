@@ -73,7 +73,7 @@ def install() -> None:
     Raises:
         OSError: the kernel has no such filters, or this processor's calls are not known here.
     """
-    code = b"".join(struct.pack("HBBI", *instruction) for instruction in _filter(platform.machine()))
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in _filter_instructions(platform.machine()))
     program = _Program(len(code) // 8, code)
     libc = ctypes.CDLL(None, use_errno=True)
     for arguments in ((_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program))):
@@ -82,7 +82,7 @@ def install() -> None:
             raise OSError(number, f"prctl(PR_SET_SECCOMP): {os.strerror(number)}")
 
 
-def _filter(machine: str) -> list[Instruction]:
+def _filter_instructions(machine: str) -> list[Instruction]:
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no filter of system calls for processors of the kind {machine!r}")
     column, architecture = _ARCHITECTURES[machine]
@@ -99,48 +99,57 @@ def _filter(machine: str) -> list[Instruction]:
         if number is not None:
             lines += [(_EQUAL, 0, 1, number), _PASS]
     for call, then in (
-        (_OPENAT, _open_as_said(2)),
-        (_OPEN, _open_as_said(1)),
-        (_CLONE3, [_refuse(errno.ENOSYS)]),  # libc then takes clone, whose flags can be looked at
-        (_CLONE, [_argument(0), (_ANY_BIT, 1, 0, _NAMESPACES), (_ANY_BIT, 1, 0, _THREAD), _refuse(errno.EPERM), _PASS]),
-        (_IOCTL, _one_of(1, _DESCRIPTOR_IOCTLS, errno.ENOTTY)),
-        (_FCNTL, _one_of(1, _FCNTLS, errno.EPERM)),
-        (_KILL_ONE, _one_of(0, (0, os.getpid()), errno.ESRCH)),  # 0: its process group
-        (_KILL_THREAD, _one_of(0, (os.getpid(),), errno.ESRCH)),
-        (_PRLIMIT, _one_of(0, (0,), errno.EPERM)),  # 0: itself
+        (_OPENAT, _refuse_unsafe_open(2)),
+        (_OPEN, _refuse_unsafe_open(1)),
+        (_CLONE3, [_return_error(errno.ENOSYS)]),  # libc then takes clone, whose flags can be looked at
+        (
+            _CLONE,
+            [
+                _load_argument(0),
+                (_ANY_BIT, 1, 0, _NAMESPACES),
+                (_ANY_BIT, 1, 0, _THREAD),
+                _return_error(errno.EPERM),
+                _PASS,
+            ],
+        ),
+        (_IOCTL, _allow_argument_values(1, _DESCRIPTOR_IOCTLS, errno.ENOTTY)),
+        (_FCNTL, _allow_argument_values(1, _FCNTLS, errno.EPERM)),
+        (_KILL_ONE, _allow_argument_values(0, (0, os.getpid()), errno.ESRCH)),  # 0: its process group
+        (_KILL_THREAD, _allow_argument_values(0, (os.getpid(),), errno.ESRCH)),
+        (_PRLIMIT, _allow_argument_values(0, (0,), errno.EPERM)),  # 0: itself
     ):
         number = call[column]
         if number is not None:  # all instructions for a call end in a return
             lines += [(_EQUAL, 0, len(then), number), *then]
-    return [*lines, _refuse(errno.EPERM)]
+    return [*lines, _return_error(errno.EPERM)]
 
 
-def _one_of(index: int, values: Sequence[int], error: int) -> list[Instruction]:
+def _allow_argument_values(index: int, values: Sequence[int], error: int) -> list[Instruction]:
     """Allow the call if an argument has one of these values."""
     looked = [(_EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
-    return [_argument(index), *looked, _refuse(error), _PASS]
+    return [_load_argument(index), *looked, _return_error(error), _PASS]
 
 
-def _open_as_said(index: int) -> list[Instruction]:
+def _refuse_unsafe_open(index: int) -> list[Instruction]:
     """Refuse to open a file so that its content can be cut off, or its device controlled, without the right to write.
 
     Landlock checks what is opened for reading or writing, and truncation only since its third version.
     """
     return [
-        _argument(index),
+        _load_argument(index),
         (_AND, 0, 0, _ACCESS_MODE | _TRUNCATE),
         (_EQUAL, 2, 0, _TRUNCATE),
         (_AND, 0, 0, _ACCESS_MODE),
         (_EQUAL, 0, 1, _ACCESS_MODE),
-        _refuse(errno.EPERM),
+        _return_error(errno.EPERM),
         _PASS,
     ]
 
 
-def _argument(index: int) -> Instruction:
+def _load_argument(index: int) -> Instruction:
     """Load the lower half of a call's argument."""
     return (_LOAD, 0, 0, _ARGUMENTS_OFFSET + 8 * index)
 
 
-def _refuse(number: int) -> Instruction:
+def _return_error(number: int) -> Instruction:
     return (_RETURN, 0, 0, _ERRNO | number)

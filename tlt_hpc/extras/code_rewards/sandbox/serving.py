@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from tlt_hpc.extras.code_rewards.sandbox.attempt import Attempt
 from tlt_hpc.extras.code_rewards.sandbox.remote import ENTRY
-from tlt_hpc.extras.code_rewards.sandbox.values import classes_of, literal, value_of
+from tlt_hpc.extras.code_rewards.sandbox.values import exception_class_names, from_literal, to_literal
 
 _Reply = tuple[str, Any, dict[int, Any]]
 """What kind of answer it is, the answer, and arguments that have changed."""
@@ -33,7 +33,7 @@ class Objects:
         self._objects = list[Any]()
         self._numbers = dict[int, int]()
 
-    def number_of(self, value: Any) -> int:
+    def register(self, value: Any) -> int:
         """The object's number, from now on."""
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
@@ -48,20 +48,20 @@ def serve(module: types.ModuleType, calls: TextIO, replies: TextIO) -> None:
     """Answer what tests ask, one line each, until they end."""
     objects = Objects()
     for line in calls:
-        operation, given, named = value_of(line, objects.__getitem__)
+        operation, given, named = from_literal(line, objects.__getitem__)
         if operation == "name":
             reply = _reply_of_name(module, given[0])
         else:
             value = None
             with Attempt(Exception) as attempt:
                 value = _OPERATIONS[operation](*given, **named)
-            changed = _changed(given, value_of(line, objects.__getitem__)[1])
-            reply = _raised(attempt.error) if attempt.error else ("value", value, changed)
-        replies.write(literal(reply, objects.number_of) + "\n")
+            changed = _changed_arguments(given, from_literal(line, objects.__getitem__)[1])
+            reply = _exception_reply(attempt.error) if attempt.error else ("value", value, changed)
+        replies.write(to_literal(reply, objects.register) + "\n")
         replies.flush()
 
 
-def find(module: types.ModuleType, name: str) -> Any:
+def find_object(module: types.ModuleType, name: str) -> Any:
     """The program's object of this name: its own, or a method of its class ``Solution``, as in LeetCode's tests.
 
     Raises:
@@ -69,7 +69,7 @@ def find(module: types.ModuleType, name: str) -> Any:
     """
     names = vars(module)
     if name == ENTRY:
-        return _entry(module)
+        return _entry_function(module)
     if hasattr(names.get("Solution"), name) and not name.startswith("__"):
         # the program's own class: what it has is known only now
         return getattr(names["Solution"](), name)
@@ -78,20 +78,20 @@ def find(module: types.ModuleType, name: str) -> Any:
 
 def _reply_of_name(module: types.ModuleType, name: str) -> _Reply:
     try:
-        return "value", find(module, name), {}
+        return "value", find_object(module, name), {}
     except KeyError:
         return "missing", None, {}
 
 
-def _raised(error: BaseException) -> _Reply:
+def _exception_reply(error: BaseException) -> _Reply:
     try:
-        literal(error.args)
+        to_literal(error.args)
     except ValueError:
-        return "raised", (classes_of(type(error)), (str(error),)), {}
-    return "raised", (classes_of(type(error)), error.args), {}
+        return "raised", (exception_class_names(type(error)), (str(error),)), {}
+    return "raised", (exception_class_names(type(error)), error.args), {}
 
 
-def _changed(given: Sequence[Any], before: Sequence[Any]) -> dict[int, Any]:
+def _changed_arguments(given: Sequence[Any], before: Sequence[Any]) -> dict[int, Any]:
     """Collections among the arguments that a call has changed, by place."""
     changed = {}
     for place, (now, then) in enumerate(zip(given, before, strict=True)):
@@ -104,7 +104,7 @@ def _changed(given: Sequence[Any], before: Sequence[Any]) -> dict[int, Any]:
     return changed
 
 
-def _entry(module: types.ModuleType) -> Any:
+def _entry_function(module: types.ModuleType) -> Any:
     """The last function, or method of ``Solution``, that no other one calls.
 
     Raises:
@@ -117,7 +117,7 @@ def _entry(module: types.ModuleType) -> Any:
     free = [name for name in own if name not in called] or list(own)
     if not free:
         raise KeyError(ENTRY)
-    return find(module, free[-1]) if solution is None else getattr(solution(), free[-1])
+    return find_object(module, free[-1]) if solution is None else getattr(solution(), free[-1])
 
 
 def _is_own_function(each: Any, module: types.ModuleType) -> bool:

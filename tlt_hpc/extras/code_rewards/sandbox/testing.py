@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from tlt_hpc.extras.code_rewards.sandbox.forms import GIVEN
+from tlt_hpc.extras.code_rewards.sandbox.syntax_of_tests import GIVEN
 
 Function = Callable[..., Any]
 

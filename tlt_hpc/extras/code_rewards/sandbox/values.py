@@ -26,8 +26,8 @@ Refer = Callable[[Any], int]
 Find = Callable[[int], Any]
 
 
-def literal(value: Any, refer: Refer | None = None) -> str:
-    """A value as one line for ``value_of``; a subclass of a builtin type becomes that type.
+def to_literal(value: Any, refer: Refer | None = None) -> str:
+    """A value as one line for ``from_literal``; a subclass of a builtin type becomes that type.
 
     Args:
         refer: the number to give for an object of another type.
@@ -40,20 +40,22 @@ def literal(value: Any, refer: Refer | None = None) -> str:
     for number in (int, float, complex):
         if isinstance(value, number):
             text: str = number.__repr__(value)  # type: ignore[arg-type]
-            return text.replace("inf", "1e999") if "nan" not in text else _marked("number", repr(text))
+            return text.replace("inf", "1e999") if "nan" not in text else _marked_literal("number", repr(text))
     for plain in (str, bytes):
         if isinstance(value, plain):
             return plain.__repr__(value)  # type: ignore[arg-type]
     if isinstance(value, dict):
-        return f"{{{''.join(f'{literal(key, refer)}:{literal(item, refer)},' for key, item in dict.items(value))}}}"
+        return (
+            f"{{{''.join(f'{to_literal(key, refer)}:{to_literal(item, refer)},' for key, item in dict.items(value))}}}"
+        )
     for kind, (left, right) in ((list, "[]"), (tuple, "()"), (set, "{}"), (frozenset, "{}")):
         if isinstance(value, kind):
-            items = "".join(f"{literal(item, refer)}," for item in kind.__iter__(value))  # type: ignore[arg-type]
+            items = "".join(f"{to_literal(item, refer)}," for item in kind.__iter__(value))  # type: ignore[arg-type]
             return f"{left}{items}{right}" if items or left != "{" else "set()"
-    return _literal_of_other(value, refer)
+    return _other_to_literal(value, refer)
 
 
-def plain(value: Any) -> Any:
+def numpy_to_python(value: Any) -> Any:
     """A number or an array of numpy's as Python has it.
 
     Raises:
@@ -65,8 +67,8 @@ def plain(value: Any) -> Any:
     return value.tolist()
 
 
-def value_of(line: str, find: Find | None = None) -> Any:
-    """The value that ``literal`` wrote.
+def from_literal(line: str, find: Find | None = None) -> Any:
+    """The value that ``to_literal`` wrote.
 
     Args:
         find: the object with a number.
@@ -75,32 +77,32 @@ def value_of(line: str, find: Find | None = None) -> Any:
         ValueError, SyntaxError, TypeError, KeyError: the line is none of its.
     """
     value = ast.literal_eval(line)
-    return _revived(value, find) if "\\x00" in line else value
+    return _restore_marked(value, find) if "\\x00" in line else value
 
 
-def _literal_of_other(value: Any, refer: Refer | None) -> str:
+def _other_to_literal(value: Any, refer: Refer | None) -> str:
     for name, kind in _TEXTS.items():
         if isinstance(value, kind):
-            return _marked(name, repr(kind.__str__(value)))
+            return _marked_literal(name, repr(kind.__str__(value)))
     if isinstance(value, timedelta):
-        return _marked("timedelta", repr((value.days, value.seconds, value.microseconds)))
+        return _marked_literal("timedelta", repr((value.days, value.seconds, value.microseconds)))
     if isinstance(value, deque):
-        return _marked("deque", literal((list(value), value.maxlen), refer))
+        return _marked_literal("deque", to_literal((list(value), value.maxlen), refer))
     if isinstance(value, range):
-        return _marked("range", repr((value.start, value.stop, value.step)))
+        return _marked_literal("range", repr((value.start, value.stop, value.step)))
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
-        return literal(value.item(), refer)
+        return to_literal(value.item(), refer)
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufcU":
-        return _marked("array", f"({literal(value.tolist(), refer)},{value.dtype.str!r})")
+        return _marked_literal("array", f"({to_literal(value.tolist(), refer)},{value.dtype.str!r})")
     if isinstance(value, type) and issubclass(value, Exception):
-        return _marked("exception", repr(classes_of(value)))
+        return _marked_literal("exception", repr(exception_class_names(value)))
     if refer is None:
         raise ValueError(f"a {type(value).__name__} cannot leave the sandbox")
-    return _marked("object", repr(refer(value)))
+    return _marked_literal("object", repr(refer(value)))
 
 
-def classes_of(kind: type[BaseException]) -> list[str]:
+def exception_class_names(kind: type[BaseException]) -> list[str]:
     """Names of a class of exceptions and its bases, up to the first that is Python's own."""
     own = takewhile(lambda each: each.__module__ != "builtins", kind.__mro__)
     python = next(each for each in kind.__mro__ if each.__module__ == "builtins")
@@ -122,22 +124,22 @@ def exception_class(*names: str) -> type[Exception]:
     return found
 
 
-def _marked(kind: str, content: str) -> str:
+def _marked_literal(kind: str, content: str) -> str:
     return f"{{{_MARK!r}:({kind!r},{content})}}"
 
 
-def _revived(value: Any, find: Find | None) -> Any:
+def _restore_marked(value: Any, find: Find | None) -> Any:
     if isinstance(value, dict):
         if _MARK in value:
             kind, content = value[_MARK]
-            return _made(kind, _revived(content, find), find)
-        return {key: _revived(item, find) for key, item in value.items()}
+            return _restore_value(kind, _restore_marked(content, find), find)
+        return {key: _restore_marked(item, find) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_revived(item, find) for item in value)
+        return type(value)(_restore_marked(item, find) for item in value)
     return value
 
 
-def _made(kind: str, content: Any, find: Find | None) -> Any:
+def _restore_value(kind: str, content: Any, find: Find | None) -> Any:
     match kind:
         case "number":
             return complex(content) if content.endswith(("j", ")")) else math.nan

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.extras.report.analysis.base import StepAnalysis
-from tlt_hpc.extras.report.analysis.kinds import OFF
 from tlt_hpc.extras.report.analysis.survey import Survey
+from tlt_hpc.extras.report.analysis.time_kinds import OFF
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.series import step_numbers
-from tlt_hpc.look.words import listed, share, span_of
+from tlt_hpc.look.text_format import format_percent, format_step_range, join_names
 from tlt_hpc.storage.rollout_log import StepSummary
 
 _NUM_BUCKETS = 24
@@ -56,17 +56,19 @@ class AcceptLengths(StepAnalysis):
         drafts = [i for i, name in enumerate(self.strategies) if name != OFF]
         drafted, whole = tokens[drafts].sum(), tokens.sum()
         if not drafted:
-            return f"Speculation was off in {span_of(self.steps)}: every pass gave a sequence one token."
-        used = [f"{self.strategies[i]} {share(tokens[i], whole)}" for i in np.argsort(-tokens)[:3] if tokens[i]]
+            return f"Speculation was off in {format_step_range(self.steps)}: every pass gave a sequence one token."
+        used = [
+            f"{self.strategies[i]} {format_percent(tokens[i], whole)}" for i in np.argsort(-tokens)[:3] if tokens[i]
+        ]
         mean = np.nanmean(self.accept_length) if np.isfinite(self.accept_length).any() else 1.0
         text = (
-            f"In {span_of(self.steps)} {share(drafted, whole)} of the tokens came from speculative rounds (mean "
-            f"{mean:.2f} tokens per target pass and sequence). Most tokens: {listed(used)}."
+            f"In {format_step_range(self.steps)} {format_percent(drafted, whole)} of the tokens came from speculative "
+            f"rounds (mean {mean:.2f} tokens per target pass and sequence). Most tokens: {join_names(used)}."
         )
         given, passes = self.tokens[drafts].sum(0), self.row_passes[drafts].sum(0)
         if len(live := np.flatnonzero(passes)):
             ends = [f"{given[i] / passes[i]:.2f} with {self.bucket_names[i]} live" for i in sorted({live[0], live[-1]})]
-            text += f" Speculative rounds gave {listed(ends)}."
+            text += f" Speculative rounds gave {join_names(ends)}."
         if len(known := np.flatnonzero(np.isfinite(self.own_accept_length))) > 1:
             first, last = self.own_accept_length[known[[0, -1]]]
             text += f" The drafter's own drafts (chain of 4) went from {first:.2f} to {last:.2f}; the policy changed "
@@ -78,11 +80,11 @@ _Row = tuple[dict[str, int], dict[str, NDArray[np.float64]], float]
 """One step: tokens by strategy; tokens and row passes of rounds by strategy, [2, buckets]; accept length."""
 
 
-def _row(run: RunLog, ranks: list[StepSummary]) -> _Row:
+def _summarize_step(run: RunLog, ranks: list[StepSummary]) -> _Row:
     tokens, rounds = Counter[str](), dict[str, NDArray[np.float64]]()
     for rank in ranks:
         tokens.update(dict(zip(rank.strategy_names, rank.strategy_tokens.tolist(), strict=True)))
-    for rank in run.replica_heads(ranks):
+    for rank in run.first_ranks_of_replicas(ranks):
         spans, names = rank.spans, rank.strategy_names
         decoding = spans.strategy_index >= 0
         live = spans.num_live[decoding]
@@ -96,7 +98,7 @@ def _row(run: RunLog, ranks: list[StepSummary]) -> _Row:
     return dict(tokens), rounds, total / passes if passes else float("nan")
 
 
-def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> AcceptLengths:
+def _combine_steps(run: RunLog, steps: list[int], rows: list[_Row]) -> AcceptLengths:
     names = tuple(dict.fromkeys(name for row in rows for name in row[0]))
     none = np.zeros((2, _NUM_BUCKETS))
     table = np.array([sum((row[1].get(name, none) for row in rows), none) for name in names], np.int64)
@@ -118,4 +120,4 @@ def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> AcceptLengths:
     )
 
 
-ACCEPTANCE = Survey(_row, _found)
+ACCEPTANCE = Survey(_summarize_step, _combine_steps)

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.words import count
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.extras.report.analysis.base import Analysis
 from tlt_hpc.look.columns import COLUMNS, COMPARED
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.series import RunSeries, series_of, speed_of, step_numbers
-from tlt_hpc.look.words import listed, share
+from tlt_hpc.look.series import RunSeries, compared_series, speed_of, step_numbers
+from tlt_hpc.look.text_format import format_percent, join_names
 
 MAX_TOKENS = 8_000_000
 """Response tokens of a run that are compared, from the first common step on."""
@@ -41,13 +41,13 @@ class RunComparison(Analysis):
         """A sentence on whether the runs have the same tokens."""
         if not len(self.compared_steps):
             return "No common step has the logs of all ranks: tokens not compared."
-        num_steps = count(len(self.compared_steps), "step")
+        num_steps = format_count(len(self.compared_steps), "step")
         span = f"{num_steps} compared, up to step {self.compared_steps[-1]}"
         parts = [
             f"{name} differs from step {step} on" if step is not None else f"{name} has the same tokens"
             for name, step in self.first_difference.items()
         ]
-        return f"Against {self.runs[0].name}: {listed(parts)} ({span})."
+        return f"Against {self.runs[0].name}: {join_names(parts)} ({span})."
 
     @property
     def verdict(self) -> str:
@@ -55,7 +55,7 @@ class RunComparison(Analysis):
         if not len(self.common_steps):
             return f"{self.tokens_in_words} No step has a line in all runs: nothing else can be compared."
         first, parts = self.runs[0], [self.tokens_in_words]
-        over = f"over their {count(len(self.common_steps), 'common step')}"
+        over = f"over their {format_count(len(self.common_steps), 'common step')}"
         for other in self.runs[1:]:
             told = []
             for name in COMPARED:
@@ -63,16 +63,22 @@ class RunComparison(Analysis):
                 if np.isfinite(theirs + own):
                     column = COLUMNS[name]
                     told.append(f"{column.heading} ({column.unit}) {theirs:{column.form}} and {own:{column.form}}")
-            parts.append(f"{other.name} against {first.name}, {over}: {', '.join(told)}{self._faster(other)}.")
+            parts.append(f"{other.name} against {first.name}, {over}: {', '.join(told)}{self._speedup_clause(other)}.")
         used = [(run.mean("harvested", self.common_steps), run.mean("idle", self.common_steps)) for run in self.runs]
-        shares = [f"{share(*pair)} in {run.name}" for pair, run in zip(used, self.runs, strict=True) if sum(pair) >= 0]
-        return " ".join([*parts, f"Harvested of the idle time: {listed(shares)}." if shares else ""]).strip()
+        shares = [
+            f"{format_percent(*pair)} in {run.name}"
+            for pair, run in zip(used, self.runs, strict=True)
+            if sum(pair) >= 0
+        ]
+        return " ".join([*parts, f"Harvested of the idle time: {join_names(shares)}." if shares else ""]).strip()
 
-    def _faster(self, other: RunSeries) -> str:
+    def _speedup_clause(self, other: RunSeries) -> str:
         if (speed := speed_of(self.runs[0], other)) is None:
             return ""
         ranks = other.num_ranks, self.runs[0].num_ranks
-        on = f" on {count(ranks[0], 'rank')} instead of {ranks[1]}" if ranks[0] != ranks[1] and min(ranks) else ""
+        on = (
+            f" on {format_count(ranks[0], 'rank')} instead of {ranks[1]}" if ranks[0] != ranks[1] and min(ranks) else ""
+        )
         tokens = ", though of other tokens" if self.first_difference[other.name] is not None else ""
         return f"; its rollouts are {speed.rollout:.2f} times as fast{on}{tokens}"
 
@@ -89,7 +95,7 @@ def analyse_comparison(runs: Sequence[RunLog]) -> RunComparison:
     compared, differences = _compare_tokens(runs, names)
     return RunComparison(
         run=", ".join(names),
-        runs=tuple(series_of(run, name) for run, name in zip(runs, names, strict=True)),
+        runs=tuple(compared_series(run, name) for run, name in zip(runs, names, strict=True)),
         common_steps=step_numbers(sorted(set.intersection(*(set(run.lines) for run in runs)))),
         compared_steps=step_numbers(compared),
         first_difference=differences,
@@ -108,9 +114,9 @@ def _compare_tokens(runs: Sequence[RunLog], names: Sequence[str]) -> tuple[list[
     compared, num_tokens = list[int](), 0
     differences: dict[str, int | None] = dict.fromkeys(names[1:])
     for step in sorted(set.intersection(*(set(run.steps) for run in runs))):
-        first = _responses(runs[0], step)
+        first = _read_responses(runs[0], step)
         same = [name for name in differences if differences[name] is None]
-        others = {name: _responses(run, step) for name, run in zip(names, runs, strict=True) if name in same}
+        others = {name: _read_responses(run, step) for name, run in zip(names, runs, strict=True) if name in same}
         if not first or not all(others.values()):  # some rank's log is missing or damaged
             continue
         compared.append(step)
@@ -121,9 +127,9 @@ def _compare_tokens(runs: Sequence[RunLog], names: Sequence[str]) -> tuple[list[
     return compared, differences
 
 
-def _responses(run: RunLog, step: int) -> dict[tuple[int, ...], bytes]:
+def _read_responses(run: RunLog, step: int) -> dict[tuple[int, ...], bytes]:
     """A step's response tokens by draw, sample and stream, whichever rank generated them; empty if a log is missing."""
-    found, ranks = dict[tuple[int, ...], bytes](), run.records(step)
+    found, ranks = dict[tuple[int, ...], bytes](), run.read_rank_records(step)
     if not ranks or len(ranks) < ranks[0].num_ranks:
         return {}
     for rollout in (rollout for rank in ranks for rollout in rank.rollouts):

@@ -11,7 +11,7 @@ from tlt_hpc.extras.report.analysis.base import StepAnalysis
 from tlt_hpc.look.columns import COLUMNS, LEARNING, SCORE
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.series import change_of, step_numbers
-from tlt_hpc.look.words import listed
+from tlt_hpc.look.text_format import join_names
 
 _CORE = "val-core/"
 
@@ -39,15 +39,15 @@ class Learning(StepAnalysis):
             return f"One step is committed; its mean score is {score[0]:.3f}. Nothing can be said of learning yet."
         parts = [
             f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}.",
-            _change("The mean score", score, ".3f"),
-            _noise(score),
-            _change("The entropy", self.series["entropy"], ".3f", " nats"),
-            _change("The mean response", self.series["length"], ",.0f", " tokens"),
+            _change_sentence("The mean score", score, ".3f"),
+            _noise_sentence(score),
+            _change_sentence("The entropy", self.series["entropy"], ".3f", " nats"),
+            _change_sentence("The mean response", self.series["length"], ",.0f", " tokens"),
             f"The gradient norm was at most {np.nanmax(norms):.3g}." if np.isfinite(norms).any() else "",
         ]
         if self.not_finite:
             bad = [f"{name} from step {step} on" for name, step in self.not_finite.items()]
-            parts.append(f"NOT FINITE: {listed(bad)}; the figures here are of the other steps.")
+            parts.append(f"NOT FINITE: {join_names(bad)}; the figures here are of the other steps.")
         for name, values in self.evaluations.items():
             known = np.flatnonzero(np.isfinite(values))
             if len(known) and ("/acc/greedy" in name or "/acc/mean@" in name):
@@ -89,7 +89,7 @@ def moving_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
-def _change(what: str, values: NDArray[np.float64], form: str, unit: str = "") -> str:
+def _change_sentence(what: str, values: NDArray[np.float64], form: str, unit: str = "") -> str:
     change = change_of(values)
     if change is None:
         return ""
@@ -97,7 +97,7 @@ def _change(what: str, values: NDArray[np.float64], form: str, unit: str = "") -
     return f"{what} went from {change.first:{form}} to {change.last:{form}}{unit} ({over})."
 
 
-def _noise(score: NDArray[np.float64]) -> str:
+def _noise_sentence(score: NDArray[np.float64]) -> str:
     """A sentence on whether the change of the score is larger than the variation from step to step."""
     change = change_of(score)
     if change is None or change.error is None:

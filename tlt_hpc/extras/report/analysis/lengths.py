@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.common.records import FinishReason
-from tlt_hpc.common.words import count
 from tlt_hpc.extras.report.analysis.base import StepAnalysis
 from tlt_hpc.extras.report.analysis.survey import Survey
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.series import step_numbers
-from tlt_hpc.look.words import share, span_of
+from tlt_hpc.look.text_format import format_percent, format_step_range
 from tlt_hpc.storage.rollout_log import StepSummary
 
 _NO_TAIL = 2.0
@@ -45,10 +45,14 @@ class ResponseLengths(StepAnalysis):
         tail = "There is no long tail" if ratio < _NO_TAIL else "The tail is long"
         at_cap = f" of {self.cap:,} tokens" if self.cap else ""
         return (
-            f"{count(total, 'response')} in {span_of(self.steps)}: "
+            f"{format_count(total, 'response')} in {format_step_range(self.steps)}: "
             f"mean {np.average(self.mean, weights=self.num_responses):,.0f} tokens, longest {self.longest.max():,}. "
             f"{tail}: a step's longest response has {ratio:.1f} times the tokens of its median. "
-            + (f"{count(cut, 'response')} ({share(cut, total)}) ended at the cap{at_cap}." if cut else "None was cut.")
+            + (
+                f"{format_count(cut, 'response')} ({format_percent(cut, total)}) ended at the cap{at_cap}."
+                if cut
+                else "None was cut."
+            )
         )
 
 
@@ -56,12 +60,12 @@ _Row = tuple[NDArray[np.int64], int]
 """The length of each response of a step, and how many were cut."""
 
 
-def _row(run: RunLog, ranks: list[StepSummary]) -> _Row:
+def _summarize_step(run: RunLog, ranks: list[StepSummary]) -> _Row:
     cut = sum(int((rank.finish_reasons == FinishReason.LENGTH).sum()) for rank in ranks)
     return np.concatenate([rank.response_lengths for rank in ranks]), cut
 
 
-def _found(run: RunLog, all_steps: list[int], rows: list[_Row]) -> ResponseLengths:
+def _combine_steps(run: RunLog, all_steps: list[int], rows: list[_Row]) -> ResponseLengths:
     pairs = [(step, *row) for step, row in zip(all_steps, rows, strict=True) if len(row[0])]
     lengths = [each for _, each, _ in pairs]
     quantiles = np.array([np.percentile(each, (50, 90, 99, 100)) for each in lengths]).reshape(-1, 4)
@@ -76,8 +80,8 @@ def _found(run: RunLog, all_steps: list[int], rows: list[_Row]) -> ResponseLengt
         mean=np.array([each.mean() for each in lengths], np.float64),
         num_responses=np.array([len(each) for each in lengths], np.int64),
         num_cut=np.array([num_cut for _, _, num_cut in pairs], np.int64),
-        cap=run.whole_setting("rollout", "max_new_tokens"),
+        cap=run.config_int("rollout", "max_new_tokens"),
     )
 
 
-LENGTHS = Survey(_row, _found)
+LENGTHS = Survey(_summarize_step, _combine_steps)

@@ -29,5 +29,9 @@ def run_survey(run: RunLog, survey: Survey[Found]) -> Found:
 
 def run_surveys(run: RunLog, surveys: Sequence[Survey[Any]]) -> list[Any]:
     """Run several surveys in one pass. A damaged log is noted and left out of all of them."""
-    rows = {step: [survey.row(run, ranks) for survey in surveys] for step in run.steps if (ranks := run.ranks(step))}
+    rows = {
+        step: [survey.row(run, ranks) for survey in surveys]
+        for step in run.steps
+        if (ranks := run.read_rank_summaries(step))
+    }
     return [survey.found(run, list(rows), [row[i] for row in rows.values()]) for i, survey in enumerate(surveys)]

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.common.words import count
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.extras.report.analysis.base import StepAnalysis
-from tlt_hpc.extras.report.analysis.kinds import KINDS, OF_PHASE, Kind, engine_kinds
 from tlt_hpc.extras.report.analysis.survey import Survey
+from tlt_hpc.extras.report.analysis.time_kinds import KINDS, OF_PHASE, Kind, engine_kinds
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.series import step_numbers
-from tlt_hpc.look.words import listed, seconds, share, span_of
+from tlt_hpc.look.text_format import format_percent, format_seconds, format_step_range, join_names
 from tlt_hpc.storage.rollout_log import StepSummary
 
 _BETWEEN_STEPS = {Kind.SAVE, Kind.EVALUATE}
@@ -49,17 +49,17 @@ class Throughput(StepAnalysis):
         return float(self.tokens[known].sum() / taken) if taken > 0 else None
 
     @property
-    def idle(self) -> float:
+    def total_idle_seconds(self) -> float:
         """Idle rank-seconds of the steps with the logs of all ranks."""
         return float(self.idle_rank_seconds[self.is_whole].sum())
 
     @property
-    def harvested(self) -> float:
+    def total_harvested_seconds(self) -> float:
         """Harvested rank-seconds of the same steps."""
         return float(self.harvested_rank_seconds[self.is_whole].sum())
 
     @property
-    def rollout(self) -> float:
+    def total_rollout_seconds(self) -> float:
         """Rank-seconds of the same steps' rollouts."""
         return float((self.rollout_seconds * self.num_ranks)[self.is_whole].sum())
 
@@ -67,7 +67,7 @@ class Throughput(StepAnalysis):
     def ranks_in_words(self) -> str:
         """``2 ranks``, or ``2 to 4 ranks`` of a run that resumed with another number; ``no rank`` without logs."""
         numbers = sorted(set(self.num_ranks.tolist())) or [0]
-        return count(numbers[0], "rank") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} ranks"
+        return format_count(numbers[0], "rank") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} ranks"
 
     @property
     def verdict(self) -> str:
@@ -77,22 +77,23 @@ class Throughput(StepAnalysis):
         means = dict(zip(self.kinds, self.seconds.mean(0).tolist(), strict=True))
         whole = sum(value for kind, value in means.items() if kind not in _BETWEEN_STEPS)
         largest = sorted(means.keys() - _BETWEEN_STEPS, key=lambda kind: -means[kind])[:4]
-        text = f"{span_of(self.steps).capitalize()}: a rank's step took {seconds(whole)} on average, of which "
-        text += f"{listed([f'{kind} {share(means[kind], whole)}' for kind in largest])}."
+        text = f"{format_step_range(self.steps).capitalize()}: a rank's step took {format_seconds(whole)} on average"
+        text += f", of which {join_names([f'{kind} {format_percent(means[kind], whole)}' for kind in largest])}."
         if rate := self.tokens_per_second:
             text += f" All ranks together gave {rate:,.0f} response tokens a second of rollout."
-        return f"{text} {self._waiting()}"
+        return f"{text} {self._waiting_sentence()}"
 
-    def _waiting(self) -> str:
+    def _waiting_sentence(self) -> str:
         if self.num_ranks.max() == 1:
             return "With one rank nobody waits for another."
         if not self.is_whole.any():
             return "No step has the logs of all ranks here, so it is unknown how long they waited."
-        text = f"Ranks waited for {share(self.idle, self.rollout)} of their time in rollouts ({seconds(self.idle)} of "
-        text += f"{seconds(self.rollout)}); "
-        if self.harvested == 0:
+        idle, rollout, harvested = self.total_idle_seconds, self.total_rollout_seconds, self.total_harvested_seconds
+        text = f"Ranks waited for {format_percent(idle, rollout)} of their time in rollouts ({format_seconds(idle)} of "
+        text += f"{format_seconds(rollout)}); "
+        if harvested == 0:
             return f"{text}none of it was harvested."
-        return f"{text}{seconds(self.harvested)} of that ({share(self.harvested, self.idle)}) were harvested."
+        return f"{text}{format_seconds(harvested)} of that ({format_percent(harvested, idle)}) were harvested."
 
 
 def rollout_seconds(ranks: list[StepSummary]) -> float:
@@ -108,12 +109,12 @@ def idle_seconds(rank: StepSummary) -> float:
     return sum(max(0.0, timing.idle_seconds) for timing in (rank.timing, *rank.refills))
 
 
-def _row(run: RunLog, ranks: list[StepSummary]) -> dict[str, Any]:
+def _summarize_step(run: RunLog, ranks: list[StepSummary]) -> dict[str, Any]:
     """One step: sums over its ranks, and its times."""
     return {
         "num_ranks": ranks[0].num_ranks,
         "is_whole": len(ranks) == ranks[0].num_ranks,
-        "seconds": np.mean([_by_kind(rank) for rank in ranks], 0),
+        "seconds": np.mean([_seconds_by_kind(rank) for rank in ranks], 0),
         "tokens": sum(int(rank.response_lengths.sum()) for rank in ranks),
         "idle_rank_seconds": sum(map(idle_seconds, ranks)),
         "harvested_rank_seconds": sum(rank.harvested_seconds for rank in ranks),
@@ -121,7 +122,7 @@ def _row(run: RunLog, ranks: list[StepSummary]) -> dict[str, Any]:
     }
 
 
-def _by_kind(rank: StepSummary) -> list[float]:
+def _seconds_by_kind(rank: StepSummary) -> list[float]:
     """Seconds of each of ``KINDS``."""
     in_engine = np.bincount(engine_kinds(rank), rank.spans.seconds, len(KINDS))
     by_kind = dict(zip(KINDS, in_engine.tolist(), strict=True))
@@ -133,7 +134,7 @@ def _by_kind(rank: StepSummary) -> list[float]:
     return list(by_kind.values())
 
 
-def _found(run: RunLog, steps: list[int], rows: list[dict[str, Any]]) -> Throughput:
+def _combine_steps(run: RunLog, steps: list[int], rows: list[dict[str, Any]]) -> Throughput:
     def column(name: str) -> NDArray[Any]:
         return np.array([row[name] for row in rows])
 
@@ -156,4 +157,4 @@ def _found(run: RunLog, steps: list[int], rows: list[dict[str, Any]]) -> Through
     )
 
 
-THROUGHPUT = Survey(_row, _found)
+THROUGHPUT = Survey(_summarize_step, _combine_steps)

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.formatting import format_count
 from tlt_hpc.common.records import PREFILL
-from tlt_hpc.common.words import count
 from tlt_hpc.extras.report.analysis.base import Analysis
-from tlt_hpc.extras.report.analysis.kinds import Kind, Pieces, pieces_of
 from tlt_hpc.extras.report.analysis.throughput import idle_seconds, rollout_seconds
+from tlt_hpc.extras.report.analysis.time_kinds import Kind, Pieces, split_step_by_kind
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.words import listed, seconds, share
+from tlt_hpc.look.text_format import format_percent, format_seconds, join_names
 from tlt_hpc.storage.rollout_log import StepSummary
 
 _GRID = 1200
@@ -39,7 +39,7 @@ class Lane:
     harvested_seconds: float
 
     @property
-    def finished(self) -> float:
+    def finish_seconds(self) -> float:
         """The time of the rank's last token, in seconds since the first rank's rollout began."""
         return float(self.rollouts[-1, 1])
 
@@ -77,31 +77,34 @@ class Timeline(Analysis):
     def verdict(self) -> str:
         """The rollout's seconds and the tail of the step, in one paragraph."""
         num_lanes, refills = len(self.lanes), len(self.lanes[0].rollouts) - 1
-        of = f"{num_lanes} of {self.num_ranks} ranks" if num_lanes < self.num_ranks else count(num_lanes, "rank")
-        again = f" with {count(refills, 'refill')}" if refills else ""
+        of = f"{num_lanes} of {self.num_ranks} ranks" if num_lanes < self.num_ranks else format_count(num_lanes, "rank")
+        again = f" with {format_count(refills, 'refill')}" if refills else ""
         plain, drafted = self.kind_seconds(Kind.DECODE), self.kind_seconds(Kind.SPECULATE)
-        outside = [f"{seconds(value)} {kind}" for kind in _OUTSIDE if (value := self.kind_seconds(kind)) >= 0.001]
+        outside = [
+            f"{format_seconds(value)} {kind}" for kind in _OUTSIDE if (value := self.kind_seconds(kind)) >= 0.001
+        ]
         return (
-            f"Step {self.step}, {of}: its rollout{again} took {seconds(self.rollout_seconds)}. "
-            f"{share(drafted, plain + drafted)} of the decoding time was speculative. {self._tail()}"
-            + (f" Outside of the rollout: {listed(outside)} (mean of the ranks)." if outside else "")
+            f"Step {self.step}, {of}: its rollout{again} took {format_seconds(self.rollout_seconds)}. "
+            f"{format_percent(drafted, plain + drafted)} of the decoding time was speculative. {self._tail_sentence()}"
+            + (f" Outside of the rollout: {join_names(outside)} (mean of the ranks)." if outside else "")
         )
 
-    def _tail(self) -> str:
+    def _tail_sentence(self) -> str:
         idle, harvested = self.idle_seconds, self.harvested_seconds
+        waited = format_seconds(idle)
         if self.num_ranks == 1:
             return "With one rank nobody waits for another."
         if len(self.lanes) < self.num_ranks:
-            return f"The other ranks have no log, so the tail is unknown; these were idle for {seconds(idle)} together."
+            return f"The other ranks have no log, so the tail is unknown; these were idle for {waited} together."
         total = len(self.lanes) * self.rollout_seconds
         if idle < _NO_TAIL * total:
-            return f"There is no tail to speak of: the ranks waited for {share(idle, total)} of it ({seconds(idle)})."
+            return f"There is no tail to speak of: the ranks waited for {format_percent(idle, total)} of it ({waited})."
         length = sum(end - start for start, end in self.tails)
-        first, last = (choose(self.lanes, key=lambda lane: lane.finished).rank for choose in (min, max))
+        first, last = (choose(self.lanes, key=lambda lane: lane.finish_seconds).rank for choose in (min, max))
         return (
-            f"The tail lasted {seconds(length)}: rank {first} was the first to finish and rank {last} the last. "
-            f"Ranks were idle for {seconds(idle)} together, {share(idle, total)} of their rollout time; "
-            f"{seconds(harvested)} of that ({share(harvested, idle)}) were harvested."
+            f"The tail lasted {format_seconds(length)}: rank {first} was the first to finish and rank {last} the last. "
+            f"Ranks were idle for {waited} together, {format_percent(idle, total)} of their rollout time; "
+            f"{format_seconds(harvested)} of that ({format_percent(harvested, idle)}) were harvested."
         )
 
 
@@ -118,12 +121,12 @@ def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
     if chosen is None or chosen not in steps:
         there = f"{steps[0] + 1} to {steps[-1] + 1}"
         raise UserError(f"{run.folder.path} has no step {step} in its rollout log; it has {there}")
-    ranks = run.ranks(chosen)
+    ranks = run.read_rank_summaries(chosen)
     if not ranks:
         raise UserError(f"no log of step {chosen + 1} can be read; {run.problems[-1]}")
     zero = min(rank.timing.start_seconds for rank in ranks)
     lanes = [_lane(rank, zero) for rank in ranks]
-    times, live = _live(run.replica_heads(ranks), zero)
+    times, live = _live_sequences(run.first_ranks_of_replicas(ranks), zero)
     rollouts = zip(*(lane.rollouts.tolist() for lane in lanes), strict=False)  # each one's times, of all ranks
     tails = [(min(last for _, last, _ in each), max(end for *_, end in each)) for each in rollouts]
     return Timeline(
@@ -143,7 +146,7 @@ def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
 def _lane(rank: StepSummary, zero: float) -> Lane:
     return Lane(
         rank=rank.rank,
-        pieces=pieces_of(rank, zero),
+        pieces=split_step_by_kind(rank, zero),
         rollouts=_rollouts(rank) - zero,
         idle_seconds=idle_seconds(rank),
         harvested_seconds=rank.harvested_seconds,
@@ -155,7 +158,7 @@ def _rollouts(rank: StepSummary) -> NDArray[np.float64]:
     return np.array([[t.start_seconds, t.last_token_seconds, t.release_seconds] for t in timings])
 
 
-def _live(ranks: list[StepSummary], zero: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def _live_sequences(ranks: list[StepSummary], zero: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Live sequences of all ranks over the time of the rollouts; empty if no log has rounds."""
     if not any(len(rank.spans) for rank in ranks):
         return np.empty(0), np.empty(0, np.int64)

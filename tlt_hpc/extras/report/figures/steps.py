@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 
 from tlt_hpc.extras.report.analysis.acceptance import AcceptLengths
 from tlt_hpc.extras.report.analysis.comparison import RunComparison
-from tlt_hpc.extras.report.analysis.kinds import Kind
 from tlt_hpc.extras.report.analysis.learning import Learning, moving_mean, window_of
 from tlt_hpc.extras.report.analysis.lengths import ResponseLengths
 from tlt_hpc.extras.report.analysis.throughput import Throughput
+from tlt_hpc.extras.report.analysis.time_kinds import Kind
 from tlt_hpc.extras.report.figures.style import (
     colour,
     kind_patch,
     kind_style,
-    line,
+    label_panel,
     new_figure,
-    panel,
     panel_grid,
-    whole_steps,
+    plot_series,
+    set_whole_number_ticks,
 )
 from tlt_hpc.look.columns import COLUMNS, COMPARED, SCORE
 
@@ -37,37 +37,37 @@ def draw_lengths(found: ResponseLengths) -> Figure:
     over, cut = figure.subplots(2, 1, height_ratios=(2.6, 1))
     series = {"longest": found.longest, "p99": found.p99, "p90": found.p90, "median": found.p50, "mean": found.mean}
     for index, (name, values) in enumerate(series.items()):
-        line(over, found.steps, values, index, name)
+        plot_series(over, found.steps, values, index, name)
     if found.cap and found.longest.max(initial=0) > 0.6 * found.cap:
         over.axhline(found.cap, color=mpl.rcParams["xtick.color"], linewidth=1, linestyle="--", label="cap")
     over.set_ylim(bottom=0)
-    whole_steps(over)
-    panel(over, "By step", y="tokens")
+    set_whole_number_ticks(over)
+    label_panel(over, "By step", y="tokens")
     over.legend(ncols=2)
     share = 100 * found.num_cut / np.maximum(found.num_responses, 1)
     _stack(cut, found.steps, [share], [{"facecolor": colour(1)}])
-    panel(cut, "Ended at the cap", x="step", y="% of responses")
+    label_panel(cut, "Ended at the cap", x="step", y="% of responses")
     return figure
 
 
 def draw_acceptance(found: AcceptLengths) -> Figure:
     """Accept length by step and by live sequences, and the strategies that produced the tokens."""
     figure, (by_step, by_live, shares) = panel_grid(3, 2.9)
-    line(by_step, found.steps, found.accept_length, 0, "all responses", color=mpl.rcParams["text.color"])
+    plot_series(by_step, found.steps, found.accept_length, 0, "all responses", color=mpl.rcParams["text.color"])
     if np.isfinite(found.own_accept_length).any():
-        line(by_step, found.steps, found.own_accept_length, 4, "drafter's own drafts, chain of 4")
-    whole_steps(by_step)
+        plot_series(by_step, found.steps, found.own_accept_length, 4, "drafter's own drafts, chain of 4")
+    set_whole_number_ticks(by_step)
     by_step.legend()
-    panel(by_step, "Accept length by step", x="step", y="tokens per pass")
+    label_panel(by_step, "Accept length by step", x="step", y="tokens per pass")
     for index, row in enumerate(found.by_bucket):
         known = np.flatnonzero(np.isfinite(row))
-        line(by_live, known, row[known], index)  # the legend below the figure names the strategies
-    panel(by_live, "Accept length by live sequences", x="live sequences", y="tokens per pass")
+        plot_series(by_live, known, row[known], index)  # the legend below the figure names the strategies
+    label_panel(by_live, "Accept length by live sequences", x="live sequences", y="tokens per pass")
     faces = [{"facecolor": colour(index)} for index in range(len(found.strategies))]
     counts = found.step_tokens.T
     _stack(shares, found.steps, 100 * counts / np.maximum(counts.sum(0), 1) if len(counts) else [], faces)
     shares.set_ylim(0, 100)
-    panel(shares, "Tokens by strategy and step", x="step", y="% of tokens")
+    label_panel(shares, "Tokens by strategy and step", x="step", y="% of tokens")
     by_live.set_xticks(range(found.tokens.shape[1]), found.bucket_names)
     by_live.set_xlim(-0.5, max(1, found.tokens.shape[1]) - 0.5)
     _legend(figure, [Patch(color=colour(i), label=name) for i, name in enumerate(found.strategies)], 6)
@@ -83,13 +83,13 @@ def draw_learning(found: Learning) -> Figure:
     figure, places = panel_grid(len(shown) + bool(evaluated), 2.25)
     window = window_of(len(found.steps))
     for axes, name in zip(places, shown, strict=False):
-        _smoothed(axes, found.steps, found.series[name], window, 0)
-        panel(axes, COLUMNS[name].heading, x="step", y=COLUMNS[name].unit)
+        _plot_smoothed(axes, found.steps, found.series[name], window, 0)
+        label_panel(axes, COLUMNS[name].heading, x="step", y=COLUMNS[name].unit)
     for index, (name, values) in enumerate(evaluated.items()):
         known = np.isfinite(values)
-        line(places[-1], found.steps[known], values[known], index, name.replace("/acc/", " "), marker="o")
-        panel(places[-1], "Evaluations", x="step", y="share right")
-        whole_steps(places[-1])
+        plot_series(places[-1], found.steps[known], values[known], index, name.replace("/acc/", " "), marker="o")
+        label_panel(places[-1], "Evaluations", x="step", y="share right")
+        set_whole_number_ticks(places[-1])
         places[-1].legend()
     return figure
 
@@ -99,11 +99,11 @@ def draw_throughput(found: Throughput) -> Figure:
     figure = new_figure(6.2)
     seconds, waiting = figure.subplots(2, 1, height_ratios=(1.35, 1))
     _stack(seconds, found.steps, found.seconds.T, [kind_style(kind) for kind in found.kinds])
-    panel(seconds, "Seconds of a step, mean of the ranks", x="step", y="seconds")
+    label_panel(seconds, "Seconds of a step, mean of the ranks", x="step", y="seconds")
     kept = found.harvested_rank_seconds
     rest = np.maximum(found.idle_rank_seconds - kept, 0)
     _stack(waiting, found.steps, [kept, rest], [kind_style(Kind.TRAIN), kind_style(Kind.IDLE)])
-    panel(waiting, "Idle: harvested, and not", x="step", y="rank-seconds")
+    label_panel(waiting, "Idle: harvested, and not", x="step", y="rank-seconds")
     _legend(figure, [kind_patch(kind) for kind in found.kinds], 4)
     return figure
 
@@ -115,8 +115,8 @@ def draw_comparison(found: RunComparison) -> Figure:
     window = min((window_of(len(run.steps)) for run in found.runs), default=1)  # the same for all runs
     for axes, name in zip(places, shown, strict=True):
         for index, run in enumerate(found.runs):
-            _smoothed(axes, run.steps, run.series[name], window, index)
-        panel(axes, COLUMNS[name].heading, x="step", y=COLUMNS[name].unit)
+            _plot_smoothed(axes, run.steps, run.series[name], window, index)
+        label_panel(axes, COLUMNS[name].heading, x="step", y=COLUMNS[name].unit)
     handles = [Patch(color=colour(index), label=run.name) for index, run in enumerate(found.runs)]
     _legend(figure, handles, 2)
     return figure
@@ -140,11 +140,11 @@ def _stack(
         bottom = top
     axes.set_ylim(0, float(bottom.max()) * 1.05 or 1.0)
     axes.set_xlim(edges[0], edges[-1])
-    whole_steps(axes)
+    set_whole_number_ticks(axes)
 
 
-def _smoothed(axes: Axes, steps: NDArray[np.int64], values: NDArray[np.float64], window: int, index: int) -> None:
+def _plot_smoothed(axes: Axes, steps: NDArray[np.int64], values: NDArray[np.float64], window: int, index: int) -> None:
     if window > 1:
         axes.plot(steps, values, color=colour(index), linewidth=0.8, alpha=0.35)
-    line(axes, steps, moving_mean(values, window), index, **({"marker": ""} if window > 1 else {}))
-    whole_steps(axes)
+    plot_series(axes, steps, moving_mean(values, window), index, **({"marker": ""} if window > 1 else {}))
+    set_whole_number_ticks(axes)

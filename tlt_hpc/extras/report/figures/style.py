@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from tlt_hpc.common.printable import printable
-from tlt_hpc.extras.report.analysis.kinds import Kind
+from tlt_hpc.common.printable import escape_control_characters
+from tlt_hpc.extras.report.analysis.time_kinds import Kind
 
 THEMES = {
     "light": {"ink": "#1f2328", "faint": "#59636e", "grid": "#d1d9e0", "background": "#ffffff"},
@@ -104,17 +104,17 @@ def panel_grid(count: int, row_height: float) -> tuple[Figure, list[Axes]]:
     return figure, panels[:count]
 
 
-def panel(axes: Axes, heading: str, x: str = "", y: str = "") -> None:
+def label_panel(axes: Axes, heading: str, x: str = "", y: str = "") -> None:
     """Set a panel's heading and axis labels."""
     axes.set(title=heading, xlabel=x, ylabel=y)
 
 
-def whole_steps(axes: Axes) -> None:
+def set_whole_number_ticks(axes: Axes) -> None:
     """Put ticks on whole numbers only."""
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1))
 
 
-def line(axes: Axes, x: Any, y: Any, index: int, label: str = "", **more: Any) -> None:
+def plot_series(axes: Axes, x: Any, y: Any, index: int, label: str = "", **more: Any) -> None:
     """Plot the ``index``-th series in its colour and dashes, with markers if there are few points."""
     marker = MARKERS[index % len(MARKERS)] if len(x) <= 30 else ""
     given: dict[str, Any] = {"color": colour(index), "linestyle": DASHES[index % len(DASHES)], "marker": marker}
@@ -139,7 +139,7 @@ def kind_patch(kind: Kind) -> Patch:
     return Patch(**(kind_style(kind) | {"linewidth": 0.5, "label": label}))
 
 
-def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+def save_figure(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write ``NAME.png`` and ``NAME.svg`` into a folder, which is created; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.{ending}" for ending in ("png", "svg")]
@@ -179,4 +179,4 @@ def _with_variables(style: str) -> str:
 def _svg(figure: Figure) -> str:
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None})
-    return printable(written.getvalue())
+    return escape_control_characters(written.getvalue())

@@ -13,10 +13,10 @@ from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from tlt_hpc.extras.report.analysis.kinds import KINDS, Kind, Pieces, coarse
+from tlt_hpc.extras.report.analysis.time_kinds import KINDS, Kind, Pieces, join_close_pieces
 from tlt_hpc.extras.report.analysis.timeline import Lane, Timeline
-from tlt_hpc.extras.report.figures.style import KIND_COLOURS, TAIL, kind_patch, kind_style, new_figure, panel
-from tlt_hpc.look.words import seconds
+from tlt_hpc.extras.report.figures.style import KIND_COLOURS, TAIL, kind_patch, kind_style, label_panel, new_figure
+from tlt_hpc.look.text_format import format_seconds
 
 MAX_LANES = 32
 """Ranks that are drawn, chosen evenly by the order in which they finished."""
@@ -35,11 +35,11 @@ def draw_timeline(found: Timeline) -> Figure:
 
     If a step is much longer than its rollout, the whole step is drawn first, and then the rollout, enlarged.
     """
-    lanes = _chosen(found.lanes)
+    lanes = _select_lanes(found.lanes)
     right = max((lane.pieces.ends[-1] for lane in lanes if len(lane.pieces)), default=1.0)
     left = min((lane.pieces.starts[0] for lane in lanes if len(lane.pieces)), default=0.0)
     left, released = max(min(left, 0.0), -_BEFORE * right), max(lane.rollouts[-1, 2] for lane in lanes)
-    drawn = [(lane, coarse(lane.pieces, _FINEST * (right - left))) for lane in lanes]
+    drawn = [(lane, join_close_pieces(lane.pieces, _FINEST * (right - left))) for lane in lanes]
     is_enlarged = released < _ENLARGED * (right - left)
     height = max(0.8, min(0.42 * len(lanes), 6.0))
     heights = [*([max(0.6, 0.6 * height)] if is_enlarged else []), height, *([1.1] if len(found.live) else [])]
@@ -47,16 +47,16 @@ def draw_timeline(found: Timeline) -> Figure:
     panels = list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
     if is_enlarged:
         _draw_lanes(panels[0], found, drawn, (left, right))
-        panel(panels[0], "The whole step", x="seconds since the rollout began")
+        label_panel(panels[0], "The whole step", x="seconds since the rollout began")
         left, right = -0.01 * released, 1.01 * released
     main = panels[int(is_enlarged)]
     _draw_lanes(main, found, drawn, (left, right))
-    tails = ", ".join(seconds(end - start) for start, end in found.tails)
-    panel(main, ("Its rollout, enlarged" if is_enlarged else "The step") + (f"; tail {tails}" if tails else ""))
+    tails = ", ".join(format_seconds(end - start) for start, end in found.tails)
+    label_panel(main, ("Its rollout, enlarged" if is_enlarged else "The step") + (f"; tail {tails}" if tails else ""))
     if len(lanes) <= _MAX_TOLD:
         for place, lane in enumerate(lanes):
-            words = f"idle {seconds(lane.idle_seconds)}"
-            words += f"\nharvested {seconds(lane.harvested_seconds)}" if lane.harvested_seconds else ""
+            words = f"idle {format_seconds(lane.idle_seconds)}"
+            words += f"\nharvested {format_seconds(lane.harvested_seconds)}" if lane.harvested_seconds else ""
             main.text(1.008, place, words, transform=main.get_yaxis_transform(), va="center", fontsize=7.5)
     if len(found.live):
         main.tick_params(axis="x", labelbottom=False)
@@ -67,10 +67,10 @@ def draw_timeline(found: Timeline) -> Figure:
     return figure
 
 
-def _chosen(lanes: tuple[Lane, ...]) -> list[Lane]:
+def _select_lanes(lanes: tuple[Lane, ...]) -> list[Lane]:
     if len(lanes) <= MAX_LANES:
         return list(lanes)
-    order = sorted(lanes, key=lambda lane: lane.finished)
+    order = sorted(lanes, key=lambda lane: lane.finish_seconds)
     return [order[place] for place in np.linspace(0, len(order) - 1, MAX_LANES).round().astype(int)]
 
 
@@ -107,7 +107,7 @@ def _draw_live(axes: Axes, found: Timeline, limits: tuple[float, float]) -> None
     axes.set_xlim(limits)
     axes.set_ylim(0, max(1, found.live.max()) * 1.08)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    panel(axes, "Sequences still being generated, all ranks", y="sequences")
+    label_panel(axes, "Sequences still being generated, all ranks", y="sequences")
     _shade(axes, found)
 
 

@@ -1,7 +1,7 @@
 """The tie guard: near-ties are decided by a float64 pass that no batch, strategy or cache can influence.
 
 Verify passes and one-token passes sum in different orders, so logits differ in their last bits and a near-tie could
-flip. Where the best two perturbed scores lie closer than ``tolerance``, both paths ask this module
+flip. Where the best two perturbed scores lie closer than ``score_tolerance``, both paths ask this module
 instead. It is off in bfloat16 on GPUs, where kernels are batch-invariant.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.rollout.device_cache import AttentionKind, make_cache
 from tlt_hpc.rollout.kv_cache import PoolSizes
-from tlt_hpc.rollout.sampling import SamplingRule, choose
+from tlt_hpc.rollout.sampling import SamplingRule, choose_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ _PIECE = 128
 """Positions whose logits are held at once: those of a long text over a wide vocabulary would fill the memory."""
 
 
-def doubt(logit_tolerance: Tensor, temperatures: Tensor) -> Tensor:
-    """The zone of doubt in perturbed scores at temperatures [...], as ``TieGuard.tolerance`` has it; 0: no guard."""
+def score_tolerances(logit_tolerance: Tensor, temperatures: Tensor) -> Tensor:
+    """The zone of doubt in perturbed scores at temperatures [...], as in ``TieGuard.score_tolerance``; 0: no guard."""
     zone = torch.where(temperatures > 0, (logit_tolerance / temperatures).clamp(min=_SCORE_ROUNDING), logit_tolerance)
     return torch.where(logit_tolerance > 0, zone, 0.0)
 
@@ -62,7 +62,7 @@ class TieGuard:
         self._probed: list[int] = []
         """The text that was measured last."""
 
-    def tolerance(self, rule: SamplingRule) -> float:
+    def score_tolerance(self, rule: SamplingRule) -> float:
         """The zone of doubt in units of a rule's perturbed scores; 0 where the guard is off."""
         if not self.active:
             return 0.0
@@ -75,18 +75,18 @@ class TieGuard:
         """True if anything was measured."""
         return bool(self._probed)
 
-    def note_finished(self, text: list[int]) -> None:
+    def note_finished_text(self, text: list[int]) -> None:
         """Keep a finished text for the next measurement, if it is among the longest."""
         self._longest = sorted([*self._longest, text], key=len)[-NUM_PROBED:]
 
-    def measure(self, most: int) -> None:
+    def measure_on_longest_texts(self, most: int) -> None:
         """Measure on the longest texts since the last time, or on the last one again where there are none."""
         texts = self._longest[-most:] or [self._probed]
         self._longest, self._probed = [], texts[-1]
         if self._is_wanted and self._probed:
-            self.probe(texts)
+            self.measure_and_set_tolerance(texts)
 
-    def probe(self, texts: Sequence[list[int]]) -> None:
+    def measure_and_set_tolerance(self, texts: Sequence[list[int]]) -> None:
         """Measure the error of the fast path on sequences of the longest lengths in use; sets the tolerance.
 
         The ``NUM_PROBED`` last measured count. One text at each policy step is enough: a step moves the weights too
@@ -95,12 +95,12 @@ class TieGuard:
         self._errors.extend(_logit_error(self._decoder, text, self._attention) for text in texts)
         self.logit_tolerance = SAFETY * max(*self._errors, _MIN_ERROR)
 
-    def decide(self, prefix: Tensor, noise: Tensor, fast_logits: Tensor, rule: SamplingRule) -> int:
+    def decide_token_in_float64(self, prefix: Tensor, noise: Tensor, fast_logits: Tensor, rule: SamplingRule) -> int:
         """The canonical next token after ``prefix`` [T], with noise [V] and the fast path's logits [V] to check."""
         self.num_guarded += 1
         exact = self._decoder.reference_logits(prefix, 1)[0]
         self._raise_tolerance_if_needed(float((exact - fast_logits.double()).abs().max()))
-        return int(choose(exact, noise.double(), rule, 0.0).token)
+        return int(choose_tokens(exact, noise.double(), rule, 0.0).token)
 
     def _raise_tolerance_if_needed(self, error: float) -> None:
         # a gap is off by twice the error at most: a quarter of the tolerance leaves as much again to unseen tokens
@@ -118,12 +118,14 @@ class TieGuard:
 def _logit_error(decoder: Decoder, text: list[int], attention: AttentionKind) -> float:
     """Largest difference of logits over one sequence, between the rollout's own path and float64."""
     tokens = torch.tensor(text, device=decoder.device)
-    fast, exact = _cached_hidden(decoder, tokens, attention), decoder.reference_hidden(tokens)
+    fast, exact = _hidden_by_rollout_path(decoder, tokens, attention), decoder.reference_hidden(tokens)
     pieces = zip(torch.split(fast, _PIECE), torch.split(exact, _PIECE), strict=True)
-    return max(float((decoder.logits(a).double() - decoder.reference_head(b)).abs().max()) for a, b in pieces)
+    return max(
+        float((decoder.logits(a).double() - decoder.reference_logits_of_hidden(b)).abs().max()) for a, b in pieces
+    )
 
 
-def _cached_hidden(decoder: Decoder, tokens: Tensor, attention: AttentionKind) -> Tensor:
+def _hidden_by_rollout_path(decoder: Decoder, tokens: Tensor, attention: AttentionKind) -> Tensor:
     """Hidden states [T, H] of one sequence by the rollout's path: a prefilled half, then the rest by few tokens a pass,
     some more, some fewer, as rounds feed them.
     """
@@ -132,12 +134,12 @@ def _cached_hidden(decoder: Decoder, tokens: Tensor, attention: AttentionKind) -
     sizes = PoolSizes(len(pages), size, 1, len(tokens))
     cache = make_cache(decoder.part, sizes, decoder.dtype, decoder.device, attention)
     cache.set_table(0, pages)
-    layout = cache.layout([pages], len(pages))
+    layout = cache.build_layout([pages], len(pages))
     parts, start = [], 0
     for width in chain([max(1, len(tokens) // 2)], cycle((1, 5, 9, 64, 1, 3))):
         positions = torch.arange(start, min(start + width, len(tokens)), device=decoder.device).unsqueeze(0)
-        attend = cache.attend(layout, cache.tables, positions)
-        parts.append(decoder.hidden(tokens[start : start + width], positions.flatten(), attend))
+        attend = cache.make_attention(layout, cache.tables, positions)
+        parts.append(decoder.hidden_states(tokens[start : start + width], positions.flatten(), attend))
         start += width
         if start >= len(tokens):
             return torch.cat(parts)

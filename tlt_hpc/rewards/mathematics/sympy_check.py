@@ -27,7 +27,7 @@ def is_confirmed_by_sympy(given: Node, wanted: Node) -> bool:
     """True if another reader and sympy find two expressions equal too."""
     if given.source == wanted.source:
         return True
-    first, second = _by_sympy(given.source), _by_sympy(wanted.source)
+    first, second = _parse_with_sympy(given.source), _parse_with_sympy(wanted.source)
     if first is None or second is None:
         return False
     names = sorted(map(str, first.free_symbols | second.free_symbols))
@@ -41,7 +41,7 @@ def is_confirmed_by_sympy(given: Node, wanted: Node) -> bool:
         }
         if "i" in point:
             point["i"] = sympy.I
-        values = [_numeric(each, point) for each in (first, second)]
+        values = [_evaluate_numerically(each, point) for each in (first, second)]
         if any(value is None for value in values):
             continue
         num_compared += 1
@@ -51,7 +51,7 @@ def is_confirmed_by_sympy(given: Node, wanted: Node) -> bool:
     return num_compared > 0
 
 
-def _numeric(expression: sympy.Expr, point: dict[str, sympy.Expr]) -> Any:
+def _evaluate_numerically(expression: sympy.Expr, point: dict[str, sympy.Expr]) -> Any:
     """The value at a point; None if it is not finite."""
     found = expression.subs({symbol: point[str(symbol)] for symbol in expression.free_symbols})
     found = found.doit().replace(_is_odd_root, lambda root: sympy.Integer(-1) ** root.exp.p)
@@ -67,7 +67,7 @@ def _is_odd_root(expression: sympy.Basic) -> bool:
     return is_power and expression.exp.q % 2 == 1 and expression.exp.q > 1
 
 
-def _by_sympy(source: str) -> sympy.Expr | None:
+def _parse_with_sympy(source: str) -> sympy.Expr | None:
     """An expression of sympy's by latex2sympy2_extended; None if it cannot read the text."""
     source = re.sub(r"(\d+(?:\.\d+)?)\s*\\degree", r"{(\\frac{\1\\cdot\\pi}{180})}", source)
     source = source.replace("\\lg", "\\log_{10}").replace("%", "\\%")

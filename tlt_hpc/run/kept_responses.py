@@ -27,7 +27,7 @@ from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.rollout_log import read_kept, write_kept
+from tlt_hpc.storage.rollout_log import read_kept_responses, write_kept_responses
 from tlt_hpc.storage.step_lines import Line, read_lines
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Keeper:
         self._written_at = time.monotonic()
         self._is_open = True
 
-    def skip(self, count: int) -> None:
+    def count_as_written(self, count: int) -> None:
         """Count the next ``count`` finished responses as written: they are on disk already."""
         self._num_kept += count
 
@@ -72,16 +72,22 @@ class Keeper:
         if not self._is_open or not new:
             return
         try:
-            write_kept(self._folder.next_kept_part(self._step, self._rank), self._origin, new, durable)
+            write_kept_responses(
+                self._folder.next_kept_responses_path(self._step, self._rank), self._origin, new, durable
+            )
         except WriteError as error:
             logger.warning("step %d: finished responses are not kept until it ends: %s", self._step + 1, error.fact)
             self._is_open = False
         self._num_kept, self._written_at = len(finished), time.monotonic()
 
 
-def open_keeper(config: Config, folder: RunFolder, world: World, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
+def open_keeper_read_kept(
+    config: Config, folder: RunFolder, world: World, step: int
+) -> tuple[Keeper, dict[SampleKey, Rollout]]:
     """Collective. Open the keeper of this rank's responses of the step, and read all ranks' of earlier starts."""
-    origin, paths = world.once(lambda: (read_weights_origin(config.model, folder, step), folder.kept_parts(step)))
+    origin, paths = world.run_first_and_broadcast(
+        lambda: (read_weights_origin(config.model, folder, step), folder.kept_responses_paths(step))
+    )
     keeper = Keeper(folder, step, world.rank, origin)
     if not paths:
         return keeper, {}
@@ -108,13 +114,13 @@ def describe_progress(config: Config) -> str:
     them. For rank 0."""
     folder = RunFolder(config.folder)
     step = max(read_lines(folder.metrics), default=-1) + 1
-    num_bytes = sum(path.stat().st_size for path in folder.kept_parts(step))
+    num_bytes = sum(path.stat().st_size for path in folder.kept_responses_paths(step))
     return f"step {step} and {num_bytes} bytes of the next one's responses"
 
 
 def _read_kept_or_warn(path: Path) -> tuple[str, tuple[Rollout, ...]] | None:
     try:
-        return read_kept(path)
+        return read_kept_responses(path)
     except (DamagedFile, OSError) as error:
         logger.warning("%s; its responses are generated again", error)
         return None
@@ -123,24 +129,24 @@ def _read_kept_or_warn(path: Path) -> tuple[str, tuple[Rollout, ...]] | None:
 def read_weights_origin(model: ModelSection, folder: RunFolder, step: int) -> str:
     """Names the weights that a step's responses are made with; a new name if their line is lost."""
     if step == 0:
-        return origin_of_start(find_model(model.path))
+        return weights_origin_of_folder(find_model(model.path))
     line = read_lines(folder.metrics, step - 1).get(step - 1)
-    return uuid4().hex if line is None else origin_of(line)
+    return uuid4().hex if line is None else weights_origin_of_line(line)
 
 
-def origin_of(line: Line) -> str:
+def weights_origin_of_line(line: Line) -> str:
     """Names the weights after the step that a line commits."""
     return hashlib.sha256(json.dumps([line.get(name) for name in _NAMING]).encode()).hexdigest()[:32]
 
 
-def origin_of_start(model: Path) -> str:
+def weights_origin_of_folder(model: Path) -> str:
     """Names the weights of a model's folder."""
     files = sorted([*model.glob("*.safetensors"), *model.glob("*.bin")])
     named = [(file.name, sampled_digest(file)) for file in files]
     return hashlib.sha256(repr(named).encode()).hexdigest()[:32]
 
 
-def drop_kept(folder: RunFolder) -> None:
+def remove_kept_responses(folder: RunFolder) -> None:
     """Remove all that is kept, once its step has been committed. For one rank.
 
     What cannot be removed is of other weights from now on, and is not used.

@@ -9,7 +9,7 @@ import numpy as np
 _MAX_NAMED = 8
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """A duration in seconds as text: 0.31 ms, 4.20 s, 12 min 5 s, 3 h 20 min."""
     if value < 0.0995:
         return f"{1e3 * value:.2g} ms"
@@ -21,12 +21,12 @@ def seconds(value: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def rounded(value: float) -> str:
+def format_three_digits(value: float) -> str:
     """A number of three digits: 0.0512, 12.3, 4,560."""
     return f"{float(f'{value:.3g}'):,.10g}"
 
 
-def share(part: float, whole: float) -> str:
+def format_percent(part: float, whole: float) -> str:
     """``part`` as a percentage of ``whole``; ``0 %`` where ``whole`` is not positive."""
     if whole <= 0:
         return "0 %"
@@ -34,16 +34,16 @@ def share(part: float, whole: float) -> str:
     return f"{percent:.0f} %" if percent >= 9.5 or percent == 0 else f"{percent:.1f} %"
 
 
-def span_of(steps: np.ndarray) -> str:
+def format_step_range(steps: np.ndarray) -> str:
     """``step 3``, or ``steps 0 to 11``, of ascending steps [S]."""
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
-def listed(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """``a``, ``a and b``, or ``a, b and c``."""
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
-def first_few(numbers: Sequence[int]) -> str:
+def format_first_few(numbers: Sequence[int]) -> str:
     """The first eight numbers, and ``...`` where there are more."""
     return ", ".join(map(str, numbers[:_MAX_NAMED])) + (", ..." if len(numbers) > _MAX_NAMED else "")

@@ -9,13 +9,13 @@ FIRST_STEP = 1
 """Number of the first step in all that a run writes; the code counts from 0."""
 
 
-def count(number: int | float, noun: str) -> str:
+def format_count(number: int | float, noun: str) -> str:
     """``1 step``, ``2,000 steps``, ``2 passes``; the number is rounded to a whole one."""
     ending = "es" if noun.endswith("s") else "s"
     return f"{number:,.0f} {noun if round(number) == 1 else noun + ending}"
 
 
-def spans_of(numbers: Iterable[int]) -> list[str]:
+def format_spans(numbers: Iterable[int]) -> list[str]:
     """Ascending whole numbers with runs of neighbours in one: ``["0", "20-23"]``."""
     spans: list[list[int]] = []
     for number in numbers:
@@ -26,14 +26,14 @@ def spans_of(numbers: Iterable[int]) -> list[str]:
     return [f"{first}-{last}" if first < last else str(first) for first, last in spans]
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
+def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as lines in which columns are aligned, without blanks at their ends."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Bytes in words."""
     return f"{few_digits(num_bytes / GB)} GB" if num_bytes >= GB else f"{num_bytes / GB * 1000:.0f} MB"
 

@@ -60,7 +60,7 @@ class SetFigures:
     unanswered_share: float | None
 
 
-def figures_of(prompts: Sequence[PromptAnswers], ks: Sequence[int]) -> SetFigures:
+def data_set_figures(prompts: Sequence[PromptAnswers], ks: Sequence[int]) -> SetFigures:
     """The figures of one or more prompts that all have as many responses."""
     num_samples = len(prompts[0].responses) - 1
     responses = [response for prompt in prompts for response in prompt.responses]
@@ -69,18 +69,22 @@ def figures_of(prompts: Sequence[PromptAnswers], ks: Sequence[int]) -> SetFigure
     return SetFigures(
         num_prompts=len(prompts),
         num_samples=num_samples,
-        greedy=estimate([float(is_right(prompt.responses[0])) for prompt in prompts]),
-        mean=estimate([prompt.num_right / num_samples for prompt in prompts]) if num_samples else None,
-        pass_at={k: estimate([pass_at_k(num_samples, prompt.num_right, k) for prompt in prompts]) for k in ks},
-        majority=estimate([majority((p.votes or ())[1:]) for p in prompts]) if num_samples and have_votes else None,
-        reward=estimate([sum(r.reward for r in p.responses) / len(p.responses) for p in prompts]),
+        greedy=mean_and_standard_error([float(is_right(prompt.responses[0])) for prompt in prompts]),
+        mean=mean_and_standard_error([prompt.num_right / num_samples for prompt in prompts]) if num_samples else None,
+        pass_at={
+            k: mean_and_standard_error([pass_at_k(num_samples, prompt.num_right, k) for prompt in prompts]) for k in ks
+        },
+        majority=mean_and_standard_error([majority_vote_accuracy((p.votes or ())[1:]) for p in prompts])
+        if num_samples and have_votes
+        else None,
+        reward=mean_and_standard_error([sum(r.reward for r in p.responses) / len(p.responses) for p in prompts]),
         mean_length=sum(len(response.tokens) for response in responses) / len(responses),
         cut_share=sum(response.finish_reason == FinishReason.LENGTH for response in responses) / len(responses),
         unanswered_share=sum(vote is None for vote in votes) / len(votes) if have_votes else None,
     )
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def mean_and_standard_error(values: Sequence[float]) -> Estimate:
     """The mean, and the standard error of it: the deviation of the sample over the root of its size."""
     count = len(values)
     mean = math.fsum(values) / count
@@ -103,7 +107,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
-def majority(sample_votes: Sequence[int | None]) -> float:
+def majority_vote_accuracy(sample_votes: Sequence[int | None]) -> float:
     """1 where the answer that most samples give is right, 0 where it is not; of n answers that tie, 1/n for the right.
 
     That is the mean over ties broken at random. Samples without an answer do not vote; without any vote it is 0.

@@ -26,7 +26,7 @@ _AT_ONCE = 64
 """Requests that are submitted at once: all those of many ranks would take long."""
 
 
-def longest_texts(ranks: Iterable[Texts], is_wanted: Callable[[SampleKey], bool]) -> Texts:
+def longest_ahead_texts(ranks: Iterable[Texts], is_wanted: Callable[[SampleKey], bool]) -> Texts:
     """All ranks' texts for the responses that are wanted; where several ranks have one, the longest."""
     wanted = (one for texts in ranks for one in texts.items() if is_wanted(one[0]))
     return dict(sorted(wanted, key=lambda one: len(one[1])))
@@ -69,7 +69,7 @@ class AheadGeneration:
     @property
     def has_work(self) -> bool:
         """True if there is work for a rank that waits; the same on all ranks of a replica."""
-        return self._engine.has_ahead or self._left is None or bool(self._left)
+        return self._engine.has_ahead_work or self._left is None or bool(self._left)
 
     def generate_ahead_slice(self, roster: Roster, status: Status, is_over: Callable[[], bool]) -> None:
         """Do one slice of the work; collective over the replica, whose ranks take one step in each."""
@@ -84,7 +84,7 @@ class AheadGeneration:
                 self._step(roster)
         self.spans[-1] = self.spans[-1][0], time.time()
 
-    def pause(self) -> None:
+    def end_idle_span(self) -> None:
         """The rollout is over: a refill may follow, for which the engine has put this work aside."""
         self._is_idle = False
 
@@ -102,6 +102,6 @@ class AheadGeneration:
         """The replicas that generate. Each rank of this one may have seen another roster: the first one's counts."""
         replica, busy = self._replica, set[int]()
         for number, first in enumerate(roster.statuses[:: replica.size]):
-            if replica.agree(first.state is State.BUSY):
+            if replica.broadcast_from_first_rank(first.state is State.BUSY):
                 busy.add(number)
         return busy

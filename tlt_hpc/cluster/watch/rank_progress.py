@@ -53,7 +53,7 @@ class Member:
     """Address of the exit monitor of this host, from its first rank, also where Slurm has several nodes on it."""
 
     @classmethod
-    def of(cls, rank: int, told: Sequence[tuple[str, int, str]]) -> Member:
+    def from_ranks(cls, rank: int, told: Sequence[tuple[str, int, str]]) -> Member:
         """From every rank's (host, process id, random word), of which rank 0's word names the start."""
         host = told[rank][0]
         on_host = {other: pid for other, (name, pid, _) in enumerate(told) if name == host}
@@ -106,14 +106,14 @@ class Beat:
         if self.on_joining is not None:
             self.on_joining()
 
-    def leave(self, ending: str) -> None:
+    def record_ending(self, ending: str) -> None:
         """Record how this rank ends, before the launcher may kill it; returns once that is on the disk."""
         self.ending = ending
         if self.on_leaving is not None:
             self.on_leaving()
 
     @property
-    def start(self) -> str:
+    def start_name(self) -> str:
         """The name of this start of the job; empty before the ranks have met."""
         return "" if self.member is None else self.member.start
 
@@ -121,22 +121,22 @@ class Beat:
         """Something was done."""
         self.progress += 1
 
-    def at_step(self, step: int) -> None:
+    def enter_step(self, step: int) -> None:
         """A step of the run begins."""
         self.phase, self.step = Phase.COMMIT, step
         self.progress += 1
 
-    def at_part(self, name: str, number: int, total: int) -> None:
+    def enter_part(self, name: str, number: int, total: int) -> None:
         """Part ``number``, from 1, of ``total`` in this phase begins."""
         self.part, self.part_number = f"{name} {number} of {total}", number
         self.progress += 1
 
-    def wait_in(self, name: str, scope: str) -> None:
+    def mark_waiting_in(self, name: str, scope: str) -> None:
         """This rank starts to wait for a collective, numbered within its ``scope``, whose ranks all take part."""
         number = self._counts[scope] = self._counts.get(scope, 0) + 1
         self.waiting = (name, number)
 
-    def go_on(self) -> None:
+    def mark_working(self) -> None:
         """Work of this rank's own begins, or resumes after a wait."""
         self.waiting = None
         self.progress += not self.is_asking
@@ -146,19 +146,19 @@ class Beat:
         self.in_pulse, self.waiting = True, None
         self.progress += 1
 
-    def polled(self, rounds: int, sequences_left: int, over: bool) -> None:
+    def record_pulse_poll(self, rounds: int, sequences_left: int, over: bool) -> None:
         """A poll of the pulse returned: progress for a rank at work; for one that waits only a new round is."""
         if self.waiting is None or rounds != self.rounds:
             self.waiting = None
             self.progress += 1
         self.rounds, self.sequences_left, self.in_pulse = rounds, sequences_left, not over
 
-    def stand_by(self) -> None:
+    def mark_waiting_for_pulse(self) -> None:
         """This rank has nothing to do until another round of the pulse has ended."""
         self.waiting = ("pulse", self.rounds + 1)
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
+    def in_save_polling(self) -> Iterator[None]:
         """Inside, the ranks ask each other repeatedly whether a save is over; only what is written is progress."""
         self.is_asking = True
         yield

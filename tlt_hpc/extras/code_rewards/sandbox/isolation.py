@@ -12,7 +12,7 @@ from tlt_hpc.extras.code_rewards.sandbox.namespaces import Namespaces
 class Walls(Protocol):
     """The isolation of programs from the host, around a process that supervises them one by one."""
 
-    def build(self, libraries: Sequence[str], for_supervisor: Sequence[int]) -> None:
+    def become_supervisor(self, libraries: Sequence[str], for_supervisor: Sequence[int]) -> None:
         """Make this process, or a child that it waits for, the supervisor.
 
         Args:
@@ -23,14 +23,14 @@ class Walls(Protocol):
             OSError: the system does not allow it; names the call.
         """
 
-    def enter(self) -> None:
+    def isolate_program(self) -> None:
         """Isolate a program's process, which the supervisor has forked.
 
         Raises:
             OSError: the system does not allow it.
         """
 
-    def end_all(self) -> None:
+    def kill_remaining_processes(self) -> None:
         """End everything that a program has left."""
 
 

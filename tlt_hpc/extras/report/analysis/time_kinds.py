@@ -60,7 +60,7 @@ class Pieces:
         return {kind: float(value) for kind, value in zip(KINDS, sums, strict=True) if value > 0}
 
 
-def pieces_of(summary: StepSummary, zero: float) -> Pieces:
+def split_step_by_kind(summary: StepSummary, zero: float) -> Pieces:
     """Cut a rank's step into pieces, in seconds since ``zero``. If two overlap, the later one is shortened."""
     spans = summary.spans
     starts, ends = spans.start_seconds.tolist(), (spans.start_seconds + spans.seconds).tolist()
@@ -81,7 +81,7 @@ def pieces_of(summary: StepSummary, zero: float) -> Pieces:
     return Pieces(indices[keep], shortened[keep] - zero, times[keep, 1] - zero)
 
 
-def coarse(pieces: Pieces, resolution: float) -> Pieces:
+def join_close_pieces(pieces: Pieces, resolution: float) -> Pieces:
     """Join neighbours of one kind with less than ``resolution`` seconds between them."""
     if len(pieces) < 2:
         return pieces

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.printable import as_text, printable
-from tlt_hpc.common.words import table
+from tlt_hpc.common.formatting import format_table
+from tlt_hpc.common.printable import escape_control_characters, escape_spreadsheet_cell
 from tlt_hpc.look.columns import COLUMNS, SCORE
 from tlt_hpc.look.cost import Cost, cost_of
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.series import change_of
-from tlt_hpc.storage.folder import WriteError, writing_beside
+from tlt_hpc.storage.folder import WriteError, atomic_write
 
 _OPTIONAL = ("restarts", "log")
 """Columns that are left out where no run has a value."""
@@ -38,7 +38,7 @@ class RunRow(NamedTuple):
     """Number of times that Slurm has queued its job again; empty for never."""
 
 
-def row_of(name: str, state: str, folder: Path, until: int | None = None) -> RunRow:
+def read_run_row(name: str, state: str, folder: Path, until: int | None = None) -> RunRow:
     """The line of the run in a folder, in which there may be none yet; with ``until``, of its steps before that one."""
     try:
         log = RunLog(folder, until=until)
@@ -48,7 +48,7 @@ def row_of(name: str, state: str, folder: Path, until: int | None = None) -> Run
         return RunRow(name, state, None, None, None, None, None)
     change = change_of(log.metric(COLUMNS[SCORE].metric))
     first, last = (change.first, change.last) if change else (None, None)
-    num_steps = log.whole_setting("run", "num_steps") or None
+    num_steps = log.config_int("run", "num_steps") or None
     return RunRow(name, state, len(log.lines), num_steps, first, last, cost_of(log))
 
 
@@ -58,14 +58,14 @@ def as_table(rows: Sequence[RunRow], logs: Sequence[str] = ()) -> str:
     for row, log in zip(rows, logs or [""] * len(rows), strict=True):
         cost, of = row.cost, f"/{row.num_steps}" if row.num_steps else ""
         cells.append((
-            printable(row.run), row.state, "" if row.steps is None else f"{row.steps}{of}", row.restarts,
-            "" if row.score_last is None else f"{row.score_first:.3f} -> {row.score_last:.3f}",
-            f"{cost.tokens:,}" if cost else "", cost.number if cost else "",
+            escape_control_characters(row.run), row.state, "" if row.steps is None else f"{row.steps}{of}",
+            row.restarts, "" if row.score_last is None else f"{row.score_first:.3f} -> {row.score_last:.3f}",
+            f"{cost.tokens:,}" if cost else "", cost.hours_text if cost else "",
             f"{cost.tokens_per_hour:,.0f}" if cost else "",
             log,
         ))  # fmt: skip
     shown = [column for column in zip(*cells, strict=True) if column[0] not in _OPTIONAL or any(column[1:])]
-    return table(list(zip(*shown, strict=True)))
+    return format_table(list(zip(*shown, strict=True)))
 
 
 def as_csv(rows: Sequence[RunRow], settings: Sequence[Mapping[str, str]] = ()) -> str:
@@ -77,12 +77,23 @@ def as_csv(rows: Sequence[RunRow], settings: Sequence[Mapping[str, str]] = ()) -
     writer = csv.writer(out, lineterminator="\n")
     keys = list(dict.fromkeys(key for each in settings for key in each))
     figures: tuple[object, ...] = ("tokens", _hours_name(rows), "tokens_an_hour")
-    writer.writerow(("run", *map(as_text, keys), "state", "steps", "num_steps", "score_first", "score_last", *figures))
+    writer.writerow(
+        (
+            "run",
+            *map(escape_spreadsheet_cell, keys),
+            "state",
+            "steps",
+            "num_steps",
+            "score_first",
+            "score_last",
+            *figures,
+        )
+    )
     for row, own in zip(rows, settings or [{}] * len(rows), strict=True):
         cost = row.cost
         figures = (cost.tokens, cost.hours, round(cost.tokens_per_hour)) if cost else (None,) * 3
         given = (row.run, *(own.get(key, "") for key in keys))
-        texts = map(as_text, given)
+        texts = map(escape_spreadsheet_cell, given)
         writer.writerow((*texts, row.state, row.steps, row.num_steps, row.score_first, row.score_last, *figures))
     return out.getvalue()
 
@@ -94,7 +105,7 @@ def write_csv(path: Path, rows: Sequence[RunRow], settings: Sequence[Mapping[str
         UserError: no room or no permission.
     """
     try:
-        with writing_beside(path) as part:
+        with atomic_write(path) as part:
             part.write_text(as_csv(rows, settings), encoding="utf-8")
     except WriteError as error:
         raise UserError(f"{error.fact}; make room there or give another --output") from None

@@ -33,7 +33,7 @@ _UNNAMED = ("lambda", "listcomp", "setcomp", "dictcomp", "genexpr")
 _CATCH_ALL = ("AssertionError", "Exception", "BaseException")
 
 
-def parsed(text: str) -> ast.Module:
+def parse_tests(text: str) -> ast.Module:
     """The tree of a text of tests; a module beside it is the program.
 
     Raises:
@@ -48,14 +48,14 @@ def parsed(text: str) -> ast.Module:
     return tree
 
 
-def is_programs(module: str, names: Iterable[str] = ()) -> bool:
+def is_program_module(module: str, names: Iterable[str] = ()) -> bool:
     """True if a module that tests import, or import these names from, is the program."""
     return module in names or _PROGRAM.fullmatch(module) is not None
 
 
-def imports(trees: Iterable[ast.AST]) -> Iterator[tuple[str, list[str]]]:
+def imported_modules(trees: Iterable[ast.AST]) -> Iterator[tuple[str, list[str]]]:
     """Modules that tests import, with the names that they import from them."""
-    for node in _all(trees):
+    for node in _all_nodes(trees):
         if isinstance(node, ast.Import):
             yield from ((alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -81,16 +81,16 @@ def is_check(node: ast.AST, own: Container[str] = ()) -> bool:
     return False
 
 
-def reached(trees: Sequence[ast.Module], entries: Iterable[str] = ()) -> tuple[list[ast.AST], set[str]]:
+def reachable_code(trees: Sequence[ast.Module], entries: Iterable[str] = ()) -> tuple[list[ast.AST], set[str]]:
     """Find the code that is run: the top level, the definitions that it names, those that they name, and ``entries``.
 
     Returns:
         The nodes, and the names of the definitions.
     """
-    unknown, live, names = definitions(trees), list(_outside(trees)), set[str]()
+    unknown, live, names = definitions(trees), list(_nodes_outside_definitions(trees)), set[str]()
     new = {*entries, *used_names(live)}
     while found := [unknown.pop(name) for name in new if name in unknown]:
-        inner = _all(found)
+        inner = _all_nodes(found)
         live += inner
         names |= {each.name for each in found}
         new = used_names(inner)
@@ -99,15 +99,15 @@ def reached(trees: Sequence[ast.Module], entries: Iterable[str] = ()) -> tuple[l
 
 def definitions(trees: Sequence[ast.Module]) -> dict[str, Definition]:
     """The definitions at the top level of tests, by name."""
-    return {node.name: node for node in _outside(trees) if isinstance(node, Definition)}
+    return {node.name: node for node in _nodes_outside_definitions(trees) if isinstance(node, Definition)}
 
 
 def tests_to_call(trees: Sequence[ast.Module]) -> list[Definition]:
     """Classes of tests; and functions that are named as tests and that neither the top level nor another one calls."""
-    _, called = reached(trees)
+    _, called = reachable_code(trees)
     tests = filter(_is_test, definitions(trees).values())
     found = [node for node in tests if isinstance(node, ast.ClassDef) or node.name not in called]
-    used = {node.name: used_names(_all(node.body)) for node in found}
+    used = {node.name: used_names(_all_nodes(node.body)) for node in found}
     return [node for node in found if not any(node.name in used[name] for name in used if name != node.name)]
 
 
@@ -122,7 +122,7 @@ def parameters(node: ast.FunctionDef) -> list[str]:
     return [name for name in places[: len(places) - len(node.args.defaults)] if name not in given]
 
 
-def needs_candidate(node: Definition) -> bool:
+def takes_program_function(node: Definition) -> bool:
     """True if a test is called with the program's function."""
     if isinstance(node, ast.ClassDef):
         return False
@@ -137,8 +137,8 @@ def fixtures(trees: Sequence[ast.Module]) -> set[str]:
 
 def has_program(trees: Sequence[ast.Module], units: Iterable[Definition]) -> bool:
     """True if tests are called with the program's function, or import the program or names of it."""
-    named = (is_programs(module, names) and "*" not in names for module, names in imports(trees))
-    return any(map(needs_candidate, units)) or any(named)
+    named = (is_program_module(module, names) and "*" not in names for module, names in imported_modules(trees))
+    return any(map(takes_program_function, units)) or any(named)
 
 
 def programs_names(
@@ -208,36 +208,36 @@ class Counting(ast.NodeTransformer):
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         """The assertion and the call."""
-        return _counted(node, is_check(node))
+        return _with_counter_call(node, is_check(node))
 
     def visit_Expr(self, node: ast.Expr) -> list[ast.stmt]:
         """The same for methods of unittest and functions of numpy.testing."""
-        return _counted(node, is_check(node, self._own))
+        return _with_counter_call(node, is_check(node, self._own))
 
     def visit_With(self, node: ast.With) -> list[ast.stmt]:
         """The same for an exception that is expected."""
         self.generic_visit(node)
-        return _counted(node, any(is_check(item, self._own) for item in node.items))
+        return _with_counter_call(node, any(is_check(item, self._own) for item in node.items))
 
     def visit_If(self, node: ast.If) -> list[ast.stmt]:
         """The same where one branch fails."""
         fails = any(map(_fails, (*node.body, *node.orelse)))
         self.generic_visit(node)
-        return _counted(node, fails)
+        return _with_counter_call(node, fails)
 
     def visit_Try(self, node: ast.Try) -> list[ast.stmt]:
         """The same where it is a failure to continue without an exception."""
         fails = any(map(_fails, (*node.body, *node.orelse)))
-        if self._has_checks(node.body) or self._checking & used_names(_all(node.body)):
+        if self._has_checks(node.body) or self._checking & used_names(_all_nodes(node.body)):
             for handler in node.handlers:
-                if _catches_all(handler) and not any(map(is_check, _all(handler.body))):
-                    handler.body.insert(0, _call(FAILED) if fails else ast.Raise())
+                if _catches_all(handler) and not any(map(is_check, _all_nodes(handler.body))):
+                    handler.body.insert(0, _call_statement(FAILED) if fails else ast.Raise())
         self.generic_visit(node)
-        return _counted(node, fails)
+        return _with_counter_call(node, fails)
 
     def _has_checks(self, nodes: Iterable[ast.AST]) -> bool:
         """Whether something in them must hold; not only that an exception is raised."""
-        return any(is_check(each, self._own) and not _fails(each) for each in _all(nodes))
+        return any(is_check(each, self._own) and not _fails(each) for each in _all_nodes(nodes))
 
 
 def _is_test(node: Definition) -> bool:
@@ -267,19 +267,19 @@ def _catches_all(handler: ast.ExceptHandler) -> bool:
     return any(last_name(kind) in _CATCH_ALL for kind in kinds)
 
 
-def _counted(node: ast.stmt, is_counted: bool) -> list[ast.stmt]:
-    return [node, _call(HELD)] if is_counted else [node]
+def _with_counter_call(node: ast.stmt, is_counted: bool) -> list[ast.stmt]:
+    return [node, _call_statement(HELD)] if is_counted else [node]
 
 
-def _call(name: str) -> ast.stmt:
+def _call_statement(name: str) -> ast.stmt:
     return ast.Expr(ast.Call(ast.Name(name, ast.Load()), [], []))
 
 
-def _all(nodes: Iterable[ast.AST]) -> list[ast.AST]:
+def _all_nodes(nodes: Iterable[ast.AST]) -> list[ast.AST]:
     return [inner for node in nodes for inner in ast.walk(node)]
 
 
-def _outside(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+def _nodes_outside_definitions(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """These and all below them but what is inside definitions."""
     left = deque(nodes)
     while left:

@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 import torch
 from torch import Tensor
 
-from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.common.records import MicroStepRecord
 from tlt_hpc.config import DrafterSection
 from tlt_hpc.drafting.loss import LossSettings, allowing_tf32, drafter_loss
@@ -86,21 +86,21 @@ class SpotTrainer:
         self.merge_report = MergeReport(0, self.trained.num_steps, "", 0.0)
         """The report of the merge after the current rollout."""
 
-    def begin(self, step: int) -> None:
+    def begin_rollout(self, step: int) -> None:
         """Start the rollout of ``step``, with nothing trained yet; on every rank, also where none will train."""
         self._random = random.Random(f"{self._seed}/{step}/{self._rank}")
         self._reset()
-        self.take_up_head()  # here, where all ranks do: where nobody trains, they must be equal after the merge too
+        self.copy_policy_head()  # here, where all ranks do: where nobody trains, they must be equal after the merge too
         if self.trained.has_learned and not self.trained.average.num_taken:
             self.trained.average.add_current_weights()  # a warm drafter's own weights are the first
 
-    def take_up_head(self) -> None:
+    def copy_policy_head(self) -> None:
         """Give an EAGLE-3 drafter that has learned nothing yet the policy's own head and final norm."""
         drafter = self.trained.drafter
         if isinstance(drafter, Eagle3) and not self.trained.has_learned:
-            drafter.read_like(self._decoder.head, self._decoder.final_norm.weight)
+            drafter.init_output_from_target(self._decoder.head, self._decoder.final_norm.weight)
 
-    def micro_step(self, is_over: Callable[[], bool] = lambda: False) -> bool:
+    def take_micro_step(self, is_over: Callable[[], bool] = lambda: False) -> bool:
         """Take one optimiser step within the time budget; return False if there is nothing to train on.
 
         ``is_over`` is asked between packing, forward, backward and update: once it says so the micro-step is dropped
@@ -110,7 +110,7 @@ class SpotTrainer:
         BEAT.tick()
         has_drawn = False
         try:
-            with closing(self._stages(start)) as stages:
+            with closing(self._run_micro_step_stages(start)) as stages:
                 for stage in stages:
                     has_drawn = stage
                     self._synchronize()  # what a GPU has done counts, not what was launched
@@ -120,11 +120,11 @@ class SpotTrainer:
                         return True
         except torch.OutOfMemoryError as error:
             self.trained.drop_gradients()
-            self._halve(error)
+            self._halve_micro_step_tokens(error)
             return True
         return has_drawn
 
-    def _stages(self, start: float) -> Generator[bool]:
+    def _run_micro_step_stages(self, start: float) -> Generator[bool]:
         """A micro-step that began at ``start``; yields where it may be dropped: whether documents have been drawn."""
         if self._pool is None:
             self._pool = TrainingPool(self._cache, self._random)
@@ -133,7 +133,7 @@ class SpotTrainer:
             return
         yield False
         opened = time.time()
-        excerpts = self._pool.draw(self._num_tokens())
+        excerpts = self._pool.draw_excerpts(self._num_tokens())
         if not excerpts:
             return
         yield True
@@ -176,7 +176,7 @@ class SpotTrainer:
         if self._decoder.device.type == "cuda":
             torch.cuda.current_stream(self._decoder.device).synchronize()
 
-    def _halve(self, error: torch.OutOfMemoryError) -> None:
+    def _halve_micro_step_tokens(self, error: torch.OutOfMemoryError) -> None:
         """Learn from half as many tokens at once from now on: the rollout's own memory is what it is."""
         if self._most_tokens <= _LEAST_TOKENS:
             raise error
@@ -193,14 +193,14 @@ class SpotTrainer:
         fitting = int(min(self._rates, default=0.0) * self._settings.micro_step_seconds)
         return min(self._most_tokens, max(fitting, _LEAST_TOKENS))
 
-    def end(self) -> None:
+    def end_rollout(self) -> None:
         """End the rollout's training, and close the pool's files."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
     @contextmanager
-    def merging(self, world: SumOverRanks) -> Iterator[None]:
+    def merging_drafters(self, world: SumOverRanks) -> Iterator[None]:
         """Merge all ranks' drafters: through host memory while the block runs, on GPUs before it. Collective.
 
         ``merge_report`` then says what it did. A block that fails leaves the drafter as it was.
