@@ -204,7 +204,9 @@ def parts() -> Iterator[None]:
                 "write_final_drafter": nothing,
                 "roll_out": roll_out, "resume": resume, "sums_on_gpus": lambda: False, "update_policy": update,
                 "gather_step_rollouts": lambda job, rollouts, rewards: (job.world.allgather(rollouts), rewards),
-                "make_step_record": lambda job, step, *_: {"step": step, "rank": job.world.rank, "ranks": job.world.size},
+                "make_step_record": lambda job, step, *_: {
+                    "step": step, "rank": job.world.rank, "ranks": job.world.size,
+                },
                 "gather_step_metrics": lambda *_: line_of(RUNNING[-1].committed), "write_step": write_step,
                 "add_line": add_line,
             },

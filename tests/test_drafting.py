@@ -520,9 +520,12 @@ def test_the_accept_length_is_the_same_whichever_depths_were_chosen():
 
 def test_counts_of_drafts_are_summed_and_read_from_a_line_of_the_log():
     one, other = DraftCounts([8.0, 4.0, 2.0, 1.0], [4.0, 2.0, 1.0, 0.0]), DraftCounts([2.0, 0, 0, 0], [1.0, 0, 0, 0])
-    assert DraftCounts.from_metrics(one.to_metrics()) == DraftCounts.total([one])
+    assert DraftCounts.from_metrics(one.to_summable_metrics()) == DraftCounts.total([one])
     assert DraftCounts.from_metrics({}) == DraftCounts()
-    assert one.to_metrics()["drafter/own_verified/1"] == 8.0 and one.to_metrics()["drafter/own_accepted/3"] == 1.0
+    assert (
+        one.to_summable_metrics()["drafter/own_verified/1"] == 8.0
+        and one.to_summable_metrics()["drafter/own_accepted/3"] == 1.0
+    )
     both = DraftCounts.total([one, other])
     assert (both.reached[:5], both.accepted[:5]) == ([10, 4, 2, 1, 0], [5, 2, 1, 0, 0])
     assert both.accept_length == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.125 * 2 * 0.5 / (1 + 2))

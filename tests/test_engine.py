@@ -230,8 +230,8 @@ def test_a_groups_prompt_is_prefilled_once(monkeypatch):
         Decoder, "features", lambda self, tokens, *rest: (fed.append(len(tokens)), features(self, tokens, *rest))[1]
     )
     engine.submit(REQUESTS)
-    engine._prefill()
-    engine._prefill()
+    engine._admit_and_prefill_chunk()
+    engine._admit_and_prefill_chunk()
     longest = max(len(request.prompt_tokens) for request in REQUESTS)
     assert engine._rows.num_live == 16
     assert sum(fed) == 4 * (longest - 1), "four prompts, padded to the longest"

@@ -107,7 +107,7 @@ def test_a_rollout_never_waits_for_the_gpu(gpu, name):
     num_graphs = len(engine._rounds._graphs)
     texts = {request.key: np.arange(2, 20, dtype=np.int32) for request in REQUESTS[::3]}
     for version in (1, 2):
-        engine.outbox.send_to(kept := KeptFeatures())
+        engine.outbox.set_sink(kept := KeptFeatures())
         engine.draft_from(texts)
         assert len(generate(gpu, engine)) == len(REQUESTS) == len(kept.firsts)
         engine.release_pages()

@@ -54,7 +54,7 @@ def record(rank: int, lengths: list[int], last_token: float, micro_steps: tuple[
             "reward/part/brevity/mean": 0.5 - rank,
             "reward/with_parts": 3.0 - 2 * rank,
             "drafter/merge_exposed_seconds": 0.5 + rank,
-            **DraftCounts([10.0, 8.0, 0.0, 0.0], [8.0, 4.0, 0.0, 0.0]).to_metrics(),
+            **DraftCounts([10.0, 8.0, 0.0, 0.0], [8.0, 4.0, 0.0, 0.0]).to_summable_metrics(),
         },
     }
     return step_record(4, rollouts, [1.0] + [0.0] * (len(lengths) - 1), **changes)

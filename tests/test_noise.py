@@ -134,7 +134,8 @@ def test_a_compiler_that_fails_costs_speed_alone(tmp_path):
         "from tlt_hpc.kernels.gumbel import gumbel_noise_reference\n"
         "from tlt_hpc.rollout.noise import _compiled_gumbel_noise\n"
         "words, positions = torch.arange(12).view(3, 4), torch.arange(3)\n"
-        "assert torch.equal(_compiled_gumbel_noise(words, positions, 50), gumbel_noise_reference(words, positions, 50))\n"
+        "given = words, positions, 50\n"
+        "assert torch.equal(_compiled_gumbel_noise(*given), gumbel_noise_reference(*given))\n"
     )
     environment = {**os.environ, "CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

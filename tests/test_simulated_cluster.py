@@ -95,7 +95,8 @@ CHANGED = {
         Pulse, "_take_and_post_round", "self._received.copy()", "self._received", 3, "ScheduleError: (0, 1): b",
     ),
     "a rank of a replica leaves by its own roster": (
-        ReplicaPulse, "poll", "is_leaving = bool(self._replica.heard)", "is_leaving = roster.is_over", 262, "no end after",
+        ReplicaPulse, "poll", "is_leaving = bool(self._replica.heard)", "is_leaving = roster.is_over", 262,
+        "no end after",
     ),
     "a job is queued again after SIGTERM, and not at its time limit": (
         rank_commands, "requeue_stopped_job", "if stop is Stop.TIME and", "if stop is Stop.KILL and", 61,

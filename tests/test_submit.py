@@ -378,7 +378,9 @@ def test_a_submission_is_meant_by_its_folder_its_name_or_a_job(cluster: Cluster)
     cluster.queue("4322|RUNNING|None")
     assert told("cancel")[-1] == "cancelled: 4322"
     later = load(cluster.path / "runs/submitted/sweep").with_jobs({"tiny-seed0": "5000_0"})
-    assert later.members_of("4321_0") == later.members_of("5000") == {"tiny-seed0"}, "by the number before, too"
+    assert later.member_names_of_job("4321_0") == later.member_names_of_job("5000") == {"tiny-seed0"}, (
+        "by the number before, too"
+    )
     save(later)
     given = ["tlt: job 4321_0 was submitted again since; give the newest: 5000_0"]
     assert told("cancel", "4321_0", code=2) == given

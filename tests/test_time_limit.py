@@ -108,14 +108,14 @@ def test_a_second_ctrl_c_interrupts_but_its_echo_does_not(answering, clock):
 
 def test_a_signal_after_the_end_of_all_work_ends_nothing(answering):
     """Python gives up its handlers before the process is gone: the job would end as killed by the signal."""
-    answering.leave()
+    answering.ignore_time_limit_signal()
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN, "what Python leaves as it is"
 
 
 def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(command, tmp_path, capsys, monkeypatch):
     """Its ranks will be killed: the record says that this is in order, or the next start would warn of a fault."""
     endings = []
-    monkeypatch.setattr(stopping.BEAT, "leave", endings.append)
+    monkeypatch.setattr(stopping.BEAT, "record_ending", endings.append)
     command("squeue", "echo 0:01")
     command("scontrol", f'echo "$@" >> {tmp_path}/asked')
     for is_left, progress, wanted in (

@@ -400,7 +400,7 @@ def make_step_record(
             **tail.scorer.metrics(),
             **timer.take_cpu(),
             **(drafter_metrics(job.drafting.spot, tail.use.trains) if job.drafting else {}),
-            **(learned_drafter_counts(job.engine.settings, counts).to_metrics() if job.drafting else {}),
+            **(learned_drafter_counts(job.engine.settings, counts).to_summable_metrics() if job.drafting else {}),
         },
     )
 

@@ -204,7 +204,8 @@ def test_what_a_program_leaves_is_ended() -> None:
 
 NO_LANDLOCK = (
     "from tlt_hpc.extras.code_rewards.sandbox import seccomp\n"
-    "seccomp._filter_instructions = lambda _: [(0x20, 0, 0, 0), (0x15, 0, 1, 444), seccomp._return_error(38), seccomp._PASS]\n"
+    "refuse = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), seccomp._return_error(38), seccomp._PASS]\n"
+    "seccomp._filter_instructions = lambda _: refuse\n"
     "seccomp.install()\n"
 )
 

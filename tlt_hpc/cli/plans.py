@@ -134,12 +134,12 @@ def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int)
         ValueError: as ``plan_command``, or no such run or model.
     """
     from tlt_hpc.data.evaluation_sets import joined_set_warnings
-    from tlt_hpc.evaluate.evaluate import describe, read_model_and_data
+    from tlt_hpc.evaluate.evaluate import describe, read_and_check_assets
     from tlt_hpc.evaluate.subject import find_subject
 
     subject = find_subject(options.checkpoint, options.step, options.output)
     check_writable(subject.run.path if subject.run and not subject.out else subject.folder(config), GIVE_OUTPUT)
-    assets, sets = read_model_and_data(config, subject, num_ranks)
+    assets, sets = read_and_check_assets(config, subject, num_ranks)
     return _warning(joined_set_warnings(sets)) + describe(config, subject, sets, assets, num_ranks)
 
 

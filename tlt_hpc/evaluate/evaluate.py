@@ -88,7 +88,7 @@ def run_evaluation_all_ranks(
         ValueError: the user's mistake (configuration, checkpoint, data, a folder that holds another evaluation).
     """
     judge = open_judge(config.reward, world)
-    assets, sets = world.node_group.run_first_and_broadcast(lambda: read_model_and_data(config, subject, world.size))
+    assets, sets = world.node_group.run_first_and_broadcast(lambda: read_and_check_assets(config, subject, world.size))
     exam = make_exam_all_ranks(config, sets, judge, world)
     subject, checkpoint = open_checkpoint_all_ranks(subject, world)
     folder = EvaluationFolder(subject.folder(config))
@@ -165,7 +165,7 @@ def claim_evaluation_folder(folder: EvaluationFolder, facts: dict[str, object]) 
     return done
 
 
-def read_model_and_data(
+def read_and_check_assets(
     config: Config, subject: Subject, num_ranks: int
 ) -> tuple[ModelAssets, tuple[EvaluationSet, ...]]:
     """The light files of the model, and the data sets; ``config`` is ``evaluation_config``'s.

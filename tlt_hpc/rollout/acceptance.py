@@ -78,7 +78,7 @@ class DraftCounts:
             length += survive
         return length
 
-    def to_metrics(self) -> dict[str, float]:
+    def to_summable_metrics(self) -> dict[str, float]:
         """Counts of the first JUDGED_DEPTH positions, as named numbers that can be summed over ranks."""
         return {
             f"drafter/own_{part}/{j + 1}": float(count)
@@ -88,7 +88,7 @@ class DraftCounts:
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float]) -> DraftCounts:
-        """The inverse of ``to_metrics``; zeros where there is nothing."""
+        """The inverse of ``to_summable_metrics``; zeros where there is nothing."""
         found = cls()
         for part, name in _PARTS.items():
             columns = (metrics.get(f"drafter/own_{part}/{j + 1}", 0.0) for j in range(JUDGED_DEPTH))

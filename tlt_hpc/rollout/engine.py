@@ -286,7 +286,7 @@ class RolloutEngine:
         uses_ngram, self._ngram.active, self._guard.active = self._ngram.active, False, False
         self.submit(requests)
         while self.has_work:
-            self._prefill()
+            self._admit_and_prefill_chunk()
             if self._rows.num_live:
                 self._scheduler.reserve_pages_or_preempt(1)
                 self._rounds.launch(RoundPlan(OFF))
@@ -304,13 +304,13 @@ class RolloutEngine:
         On a device the round is launched and the one before it is read, so what finishes is known a step later.
         """
         had_work = self.has_work
-        has_prefilled = self._prefill()
+        has_prefilled = self._admit_and_prefill_chunk()
         if self._rows.num_live:
             self._decode(has_prefilled)
         if had_work or not self.has_ahead_work:
             self._finish_rounds_at_end()
 
-    def _prefill(self) -> bool:
+    def _admit_and_prefill_chunk(self) -> bool:
         """Admit sequences and read a chunk of their texts; returns whether there was one."""
         scheduler, max_tokens = self._scheduler, self.settings.prefill_tokens
         if not (self._num_own or scheduler.waiting):
@@ -321,12 +321,12 @@ class RolloutEngine:
         if not self._num_own:
             max_tokens = self.ahead.prefill_tokens(max_tokens, bool(self._rows.num_live))
         num_prefilling, start = len(scheduler.prefilling), time.perf_counter()
-        chunk = scheduler.next_chunk(max_tokens)
+        chunk = scheduler.plan_prefill_chunk(max_tokens)
         if chunk is None:
             return False
         self._rounds.target.prefill(chunk)
         num_read = chunk.num_read
-        scheduler.finish_chunk(chunk)
+        scheduler.finish_prefill_chunk(chunk)
         seconds = time.perf_counter() - start
         self.ahead.note_prefill(num_read, seconds)
         if self._num_own:

@@ -190,7 +190,7 @@ class Scheduler:
             self.prefilling.append(response)
         return True
 
-    def next_chunk(self, max_tokens: int) -> PrefillChunk | None:
+    def plan_prefill_chunk(self, max_tokens: int) -> PrefillChunk | None:
         """The next chunk of the prefilling sequences, of at most ``max_tokens`` positions; None if there are none.
 
         All positions are read so but the last, which the first round feeds.
@@ -204,7 +204,7 @@ class Scheduler:
         readable = [response.pages[: self.num_pages_for(end)] for response, end in zip(chosen, ends, strict=True)]
         return PrefillChunk(chosen, ends, width, self.cache.build_layout(readable, self.pool.high_water))
 
-    def finish_chunk(self, chunk: PrefillChunk) -> None:
+    def finish_prefill_chunk(self, chunk: PrefillChunk) -> None:
         """Give rows to the sequences of which a chunk has read the last part."""
         for response, end in zip(chunk.responses, chunk.ends, strict=True):
             response.num_cached = end

@@ -250,13 +250,15 @@ class Gain:
 def accept_length_gain(arm: Passes, other: Passes) -> Gain:
     """Gain in accept length: by pairs of responses, or of independent samples if the arms' texts differ."""
     if arm.tokens == other.tokens:
-        return ratio(other.passes, arm.passes)  # tokens / passes over tokens / passes: the same tokens cancel
+        return gain_of_paired_sums(
+            other.passes, arm.passes
+        )  # tokens / passes over tokens / passes: the same tokens cancel
     quotient = arm.accept_length / other.accept_length
-    errors = (ratio(each.tokens, each.passes).error / each.accept_length for each in (arm, other))
+    errors = (gain_of_paired_sums(each.tokens, each.passes).error / each.accept_length for each in (arm, other))
     return Gain(quotient - 1.0, quotient * math.hypot(*errors))
 
 
-def ratio(over: Sequence[float], under: Sequence[float]) -> Gain:
+def gain_of_paired_sums(over: Sequence[float], under: Sequence[float]) -> Gain:
     """Sum of ``over`` [N] divided by the sum of ``under`` [N], which are pairs, minus 1 (linearised standard error)."""
     a, b = np.asarray(over, float), np.asarray(under, float)
     quotient = float(a.sum() / b.sum())

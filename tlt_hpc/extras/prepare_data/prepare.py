@@ -134,7 +134,7 @@ def collect_questions(rows: Rows, known: KnownSet) -> Prepared:
         key = " ".join(text.split())
         question = questions.get(key)
         if question is None:
-            _check_text(text + answer, rows.row_location(index))
+            _check_encodable(text + answer, rows.row_location(index))
             question = questions[key] = Question(text, answer, index)
         question.num_rows += 1
         if question.other is None and answer != question.answer:
@@ -170,7 +170,7 @@ def _cell(row: Row, column: str, index: int) -> Any:
     return found
 
 
-def _check_text(text: str, where: str) -> None:
+def _check_encodable(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:

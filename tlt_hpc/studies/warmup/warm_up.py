@@ -77,7 +77,7 @@ def warm_up(config: Config, world: World, reporter: WarmupReporter) -> WarmupRes
         ValueError: the user's mistake (configuration, model folder, data, logs).
     """
     with closing(build_warmup(config, world)) as warmup:
-        progress = load_newest_state(warmup)
+        progress = load_and_broadcast_newest_state(warmup)
         was_finished, has_begun = progress.is_finished, bool(progress.updates or progress.curve)
         if world.rank == 0 and not was_finished:
             reporter.show_start(config, warmup.texts, progress)
@@ -298,7 +298,7 @@ def save(warmup: Warmup, progress: Progress) -> None:
     warmup.saves.save(number, warmup.world, shards, {"progress": asdict(progress)})
 
 
-def load_newest_state(warmup: Warmup) -> Progress:
+def load_and_broadcast_newest_state(warmup: Warmup) -> Progress:
     """Load the newest save, if there is one, and return its progress. Collective.
 
     Raises:
