@@ -199,7 +199,7 @@ class Driver:
             replica=SimpleNamespace(size=1, number=world.rank, mark=None), policy=Policy(world.rank, world.size),
             checkpoints=CheckpointStore(folder.checkpoints, 2), load_policy=lambda step: cluster.sleep(1e-3),
             prompts=None, own_replica_requests=list, calibrate=lambda *_: None,
-            plan=SimpleNamespace(add_step_metrics=lambda line: None),
+            tail_plan=SimpleNamespace(add_step_metrics=lambda line: None),
             decoder=SimpleNamespace(device=torch.device("cpu"), shape=None), tokenizer=None,
             mismatch=SimpleNamespace(warning_for_step=lambda *_: ""),
         )  # fmt: skip

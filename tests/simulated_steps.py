@@ -104,7 +104,7 @@ def roll_out(job: Any, step: int, reporter: Any) -> Any:
     roster = generate(RUNNING[-1], job, key, requests, Scorer(RUNNING[-1]), use, ahead)
     job.engine.abort()
     scorer = SimpleNamespace(judge_and_wait_for_rewards=lambda rollouts: np.zeros(0, np.float32))
-    return SimpleNamespace(stopped=roster.has_stop_vote, use=use, scorer=scorer, rollouts=[])
+    return SimpleNamespace(stopped=roster.has_stop_vote, idle_work=use, scorer=scorer, rollouts=[])
 
 
 def write_step(path: Path, record: dict[str, int]) -> None:

@@ -164,6 +164,19 @@ def test_files_that_are_named_exist() -> None:
     assert not [(page, name) for page, name in named if not (ROOT / name).exists()]
 
 
+def test_functions_that_are_named_are_in_their_files() -> None:
+    """``FILE`` (``function``, ...) on the page about the code."""
+    text = text_of(ROOT / "docs" / "code.md")
+    named = [
+        (path, name)
+        for path, names in re.findall(r"`(tlt_hpc/[\w/]+\.py)` \(([^)]+)\)", text)
+        for name in re.findall(r"`(\w+)`", names)
+    ]
+    assert len(named) > 40
+    missing = [x for x in named if not re.search(rf"(def|class) {x[1]}\b", (ROOT / x[0]).read_text())]
+    assert not missing
+
+
 def test_every_part_of_the_package_is_on_the_page_about_the_code() -> None:
     table = re.findall(r"^\|(?: \d)? \| (.+?) \|", text_of(ROOT / "docs" / "code.md"), re.MULTILINE)
     named = {name for cell in table for name in re.findall(r"`([^`]+)`", cell)}

@@ -83,7 +83,7 @@ CHANGED = {
         Session, "generate", ".is_over:", ".is_over and not self.world.stop_requested:", 0, "leaves with 0",
     ),
     "a step takes the rank's own request for the roster's": (
-        train, "take_step", "if tail.stopped:", "if job.world.stop_requested:", 502, "not enough values to unpack",
+        train, "take_step", "if outcome.stopped:", "if job.world.stop_requested:", 502, "not enough values to unpack",
     ),
     "an agreed stop does not reach the others' flags": (
         World, "allgather_with_stop_vote", "if agreed:", "if False:", 7, "and the flag of",

@@ -162,22 +162,22 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     timer = timer or PhaseTimer()
     shows = job.world.rank == 0
     with timer("gen"):
-        tail = roll_out(job, step, reporter)
+        outcome = roll_out(job, step, reporter)
         if job.drafting:
-            close_feature_cache(job.drafting, tail.stopped)
-    if tail.stopped:
+            close_feature_cache(job.drafting, outcome.stopped)
+    if outcome.stopped:
         if not is_saved:
-            merge_for_checkpoint(job, step, tail, reporter)
+            merge_for_checkpoint(job, step, outcome, reporter)
         return False
     with ExitStack() as merge:
         with timer("refresh"):
-            merge.enter_context(merging_drafters(job, tail.use.trains))
+            merge.enter_context(merging_drafters(job, outcome.idle_work.trains))
         if shows:
             reporter.show_phase(step, "reward")
         with timer("reward"):
-            rewards = tail.scorer.judge_and_wait_for_rewards(tail.rollouts)
-            check_responses_judged(job.world, step, tail)
-            rollouts, scores = gather_step_rollouts(job, tail.rollouts, rewards)
+            rewards = outcome.scorer.judge_and_wait_for_rewards(outcome.rollouts)
+            check_responses_judged(job.world, step, outcome)
+            rollouts, scores = gather_step_rollouts(job, outcome.rollouts, rewards)
         if shows:
             reporter.show_phase(step, "update")
         # the merge has no other MPI call to make progress in while torch communicates
@@ -191,14 +191,14 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
                 job.world.barrier()  # ranks that share a GPU take the pages' memory again when all have left theirs
             job.load_policy(step + 1)
     advantages_of = {rollouts[i].key: a for i, a in zip(update.trained, update.advantages, strict=True)}
-    advantages = np.array([advantages_of.get(rollout.key, np.nan) for rollout in tail.rollouts], np.float32)
-    record = make_step_record(job, step, tail, rewards, advantages, timer)
+    advantages = np.array([advantages_of.get(rollout.key, np.nan) for rollout in outcome.rollouts], np.float32)
+    record = make_step_record(job, step, outcome, rewards, advantages, timer)
     merged = job.drafting.spot.merge_report if job.drafting else None
     line: Line = {
         **gather_step_metrics(job.world, record, update, merged, timer.take_phase_seconds()),
-        "drafter/why": tail.use.why if job.drafting or tail.use.ahead else "no learned drafter",
+        "drafter/why": outcome.idle_work.why if job.drafting or outcome.idle_work.ahead else "no learned drafter",
     }
-    job.plan.add_step_metrics(line)
+    job.tail_plan.add_step_metrics(line)
     write_step_logs(job.world, job.folder, step, record, line)
     if shows:
         reporter.show_step(line)
@@ -207,7 +207,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     return True
 
 
-def merge_for_checkpoint(job: Job, step: int, tail: RolloutOutcome, reporter: Reporter) -> None:
+def merge_for_checkpoint(job: Job, step: int, outcome: RolloutOutcome, reporter: Reporter) -> None:
     """Collective. Merge what was trained until a stop: it belongs to the checkpoint, and to all ranks alike.
 
     Where the job is killed at once, nothing is merged.
@@ -216,7 +216,7 @@ def merge_for_checkpoint(job: Job, step: int, tail: RolloutOutcome, reporter: Re
         return
     if job.world.rank == 0:
         reporter.show_phase(step, "stopping: saving a checkpoint")
-    with merging_drafters(job, tail.use.trains):
+    with merging_drafters(job, outcome.idle_work.trains):
         pass
 
 
@@ -265,13 +265,13 @@ def commit_step(folder: RunFolder, num_ranks: int, step: int, line: Line) -> Non
     remove_kept_responses(folder)
 
 
-def check_responses_judged(world: World, step: int, tail: RolloutOutcome) -> None:
+def check_responses_judged(world: World, step: int, outcome: RolloutOutcome) -> None:
     """Collective. Warn of responses that could not be judged, and end a run that has no others.
 
     Raises:
         UserError: on all ranks.
     """
-    found = join_unjudged(world.allgather(tail.scorer.find_unjudged(tail.rollouts)))
+    found = join_unjudged(world.allgather(outcome.scorer.find_unjudged(outcome.rollouts)))
     if not found.total:
         return
     if found.total == found.num_responses:
@@ -353,7 +353,7 @@ def write_evaluation_figures(folder: RunFolder, line: Line) -> None:
 def make_step_record(
     job: Job,
     step: int,
-    tail: RolloutOutcome,
+    outcome: RolloutOutcome,
     rewards: NDArray[np.float32],
     advantages: NDArray[np.float32],
     timer: PhaseTimer,
@@ -364,17 +364,17 @@ def make_step_record(
         counts = counts.without_shared_counts()
     micro_steps = tuple(job.drafting.spot.records) if job.drafting else ()
     rounds, tokens = np.array([*counts.strategies.values()], np.int64).reshape(-1, 2).T
-    kept = [rollout for rollout in tail.rollouts if rollout.key in tail.kept]
-    ahead_seconds = sum((end - start for start, end in tail.ahead_spans), 0.0)
+    kept = [rollout for rollout in outcome.rollouts if rollout.key in outcome.kept]
+    ahead_seconds = sum((end - start for start, end in outcome.ahead_spans), 0.0)
     return StepRecord(
         step=step,
         rank=job.world.rank,
         num_ranks=job.world.size,
-        rollouts=tuple(tail.rollouts),
+        rollouts=tuple(outcome.rollouts),
         rewards=rewards,
         advantages=advantages,
-        timing=tail.timings[0],
-        refills=tail.timings[1:],
+        timing=outcome.timings[0],
+        refills=outcome.timings[1:],
         micro_steps=micro_steps,
         harvested_seconds=sum((m.end_seconds - m.start_seconds for m in micro_steps), 0.0) + ahead_seconds,
         strategy_names=tuple(counts.strategies),
@@ -382,7 +382,7 @@ def make_step_record(
         strategy_tokens=tokens,
         decisions=strategy_decisions(counts),
         spans=counts.spans,
-        phases=(*(PhaseSpan(*span) for span in timer.take_spans()), *(PhaseSpan(AHEAD, *s) for s in tail.ahead_spans)),
+        phases=(*(PhaseSpan(*span) for span in timer.take_spans()), *(PhaseSpan(AHEAD, *s) for s in outcome.ahead_spans)),
         guarded_near_ties=counts.num_guarded,
         metrics={
             "rollout/preemptions": float(counts.num_preempted),
@@ -390,16 +390,16 @@ def make_step_record(
             **{f"rollout/{name}_seconds": seconds for name, seconds in vars(counts.seconds).items()},
             "ahead/seconds": ahead_seconds,
             "ahead/tokens": float(counts.num_ahead),
-            STORED_TOKENS: float(tail.num_stored),
+            STORED_TOKENS: float(outcome.num_stored),
             "ahead/drafts": float(counts.num_stored),
             STORED_ACCEPTED: float(counts.num_stored_accepted),
-            LATE: tail.late_seconds,
-            DECODE_CPU: tail.decode_cpu_seconds,
+            LATE: outcome.late_seconds,
+            DECODE_CPU: outcome.decode_cpu_seconds,
             "rollout/kept": float(len(kept)),
             KEPT_TOKENS: float(sum(len(rollout.response_tokens) for rollout in kept)),
-            **tail.scorer.metrics(),
+            **outcome.scorer.metrics(),
             **timer.take_cpu(),
-            **(drafter_metrics(job.drafting.spot, tail.use.trains) if job.drafting else {}),
+            **(drafter_metrics(job.drafting.spot, outcome.idle_work.trains) if job.drafting else {}),
             **(learned_drafter_counts(job.engine.settings, counts).to_summable_metrics() if job.drafting else {}),
         },
     )

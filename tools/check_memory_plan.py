@@ -160,17 +160,17 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
         meter.phase("rollout"),
         patch.object(Roster, "others_still_generate", return_value=False),
     ):  # the tail is measured apart
-        tail = roll_out(job, step, StepReporter(Screen(False)))
+        outcome = roll_out(job, step, StepReporter(Screen(False)))
     assert job.drafting is not None
     if job.world.size > job.replica.size:  # else no rank waits for another, and none trains
         with meter.phase("tail"):
             for _ in range(MICRO_STEPS):
                 job.drafting.spot.take_micro_step()
-    close_feature_cache(job.drafting, tail.stopped)
-    rollouts, scores = gather_step_rollouts(job, tail.rollouts, tail.scorer.judge_and_wait_for_rewards(tail.rollouts))
+    close_feature_cache(job.drafting, outcome.stopped)
+    rollouts, scores = gather_step_rollouts(job, outcome.rollouts, outcome.scorer.judge_and_wait_for_rewards(outcome.rollouts))
     job.engine.release_pages()
     with meter.phase("update"):
-        with merging_drafters(job, tail.use.trains):
+        with merging_drafters(job, outcome.idle_work.trains):
             update_policy(job.config, job.policy, rollouts, scores)
         job.load_policy(step + 1)
     with meter.phase("save"):

@@ -78,7 +78,7 @@ class Pulse:
 
     def poll_now(self, status: Status) -> Roster:
         """As ``poll``, however recently this rank has looked."""
-        assert self._roster is not None and not self._reported_over, "poll outside a rollout: call begin first"
+        assert self._roster is not None and not self._reported_over, "poll outside a rollout: call begin_rollout first"
         self._progress.check_thread_error()
         self._take_and_post_round(self._roster, status)
         self._reported_over = self._roster.is_over

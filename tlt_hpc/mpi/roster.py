@@ -79,10 +79,10 @@ class Roster:
         return self.num_busy == 0 or self.has_stop_vote
 
     def others_still_generate(self, rank: int) -> bool:
-        """True if ``rank``, which has finished, should train: another rank still generates.
+        """True if a rank other than ``rank`` still generates, and none votes to stop.
 
         This roster may still show ``rank`` as BUSY, for a round or two. Where no other rank is, the rollout is about to
-        end, and training is not worth it.
+        end, and training of an idle one is not worth it.
         """
         unreported = bool(self.records[rank, 0] == State.BUSY)
         return not self.has_stop_vote and self.num_busy > unreported

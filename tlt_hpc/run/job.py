@@ -84,10 +84,10 @@ class Job(Session):
     policy: Policy
     checkpoints: CheckpointStore
     drafting: Drafting | None
-    bench: Judge
+    judge: Judge
     """Judges responses; its server outlives the job, for further ones of this process."""
     mismatch: MismatchWatch
-    plan: TailPlan
+    tail_plan: TailPlan
 
     def load_policy(self, version: int) -> None:
         """Collective. Put the policy's weights into the decoder; the drafter reads its embedding and head there."""
@@ -101,7 +101,7 @@ class Job(Session):
 
 def build_job(config: Config, world: World) -> Job:
     """Collective. Build all parts of a run; if one cannot be built, those before it are closed."""
-    bench = open_judge(config.reward, world)
+    judge = open_judge(config.reward, world)
     node = world.node_group
     world.print_once("reading the model and the data")
     assets = read_assets_once(config, world.size, node)
@@ -145,9 +145,9 @@ def build_job(config: Config, world: World) -> Job:
                 folder.checkpoints, config.checkpoint.keep, partial(best_evaluated_step, folder.metrics)
             ),
             drafting=drafting,
-            bench=bench,
+            judge=judge,
             mismatch=MismatchWatch(config.model.dtype, config.algorithm.correction.name != "none"),
-            plan=TailPlan(trains_drafter, ahead),
+            tail_plan=TailPlan(trains_drafter, ahead),
         )
 
 

@@ -47,7 +47,7 @@ class RolloutOutcome:
     stopped: bool
     scorer: Scorer
     """With the rewards that were found while the rank waited."""
-    use: IdleWork
+    idle_work: IdleWork
     """Use of idle ranks."""
     num_stored: int
     """Tokens that were generated ahead for this rank's responses."""
@@ -66,17 +66,17 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> RolloutOutcome:
 
     A rank that has finished meanwhile scores responses, then trains the drafter or generates the next step's responses.
     """
-    use = job.plan.choose_idle_work()
+    idle_work = job.tail_plan.choose_idle_work()
     begun = time.time(), time.process_time()
     keeper, kept = open_keeper_read_kept(job.config, job.folder, job.world, step)
     draws = StepDraws(job.config, job.prompts, step)
     scorer = Scorer(
-        job.bench, draws.prompt_of, lambda rollout: decode_response_text(job.tokenizer, rollout.response_tokens)
+        job.judge, draws.prompt_of, lambda rollout: decode_response_text(job.tokenizer, rollout.response_tokens)
     )
     if job.drafting:
         open_feature_cache(job.drafting, job.engine, step)
     num_stored = job.engine.num_stored_tokens if job.replica.index == 0 else 0
-    has_next = use.ahead and step + 1 < job.config.run.num_steps
+    has_next = idle_work.ahead and step + 1 < job.config.run.num_steps
     following = StepDraws(job.config, job.prompts, step + 1).first_requests() if has_next else []
     ahead = AheadGeneration(job.engine, job.replica, job.pulse, job.split_by_replica(following))
     requests, timings, late_seconds, stopped = draws.first_requests(), list[RolloutTiming](), list[float](), False
@@ -84,7 +84,7 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> RolloutOutcome:
     while requests:
         left = add_kept_to_engine(job, requests, keeper, kept)
         timing, cpu, late, stopped = generate_until_all_finish(
-            job, step, left, scorer, keeper, use, ahead, begun, reporter
+            job, step, left, scorer, keeper, idle_work, ahead, begun, reporter
         )
         timings.append(timing)
         cpu_seconds += cpu
@@ -97,7 +97,7 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> RolloutOutcome:
     late = max(late_seconds)
     rollouts = job.engine.take_finished_rollouts()
     return RolloutOutcome(
-        rollouts, tuple(timings), stopped, scorer, use, num_stored, ahead.spans, late, cpu_seconds, kept.keys()
+        rollouts, tuple(timings), stopped, scorer, idle_work, num_stored, ahead.spans, late, cpu_seconds, kept.keys()
     )
 
 
@@ -157,7 +157,7 @@ def generate_until_all_finish(
     requests: list[Request],
     scorer: Scorer,
     keeper: Keeper,
-    use: IdleWork,
+    idle_work: IdleWork,
     ahead: AheadGeneration,
     begun: tuple[float, float],
     reporter: RollingReporter,
@@ -170,7 +170,7 @@ def generate_until_all_finish(
 
     Args:
         requests: all ranks'.
-        use: what idle ranks do.
+        idle_work: what idle ranks do.
         begun: when this rank began, in seconds since the epoch, and its CPU seconds then.
     """
     engine, world = job.engine, job.world
@@ -185,7 +185,7 @@ def generate_until_all_finish(
         return rank_status(engine, world, job.drafting, ahead)
 
     def on_idle(roster: Roster) -> bool:
-        return train_or_generate_ahead(job, scorer, use, ahead, roster)
+        return train_or_generate_ahead(job, scorer, idle_work, ahead, roster)
 
     def shown(roster: Roster) -> None:
         if keeper.is_due(engine.finished_rollouts):
@@ -206,7 +206,7 @@ def generate_until_all_finish(
     return timing, cpu_last - cpu_start, late_seconds, roster.has_stop_vote
 
 
-def train_or_generate_ahead(job: Job, scorer: Scorer, use: IdleWork, ahead: AheadGeneration, roster: Roster) -> bool:
+def train_or_generate_ahead(job: Job, scorer: Scorer, idle_work: IdleWork, ahead: AheadGeneration, roster: Roster) -> bool:
     """Score responses, or else train the drafter for one micro-step or generate ahead; False if there is nothing to do.
 
     The pulse continues meanwhile, so that the release ends any of them at once.
@@ -222,7 +222,7 @@ def train_or_generate_ahead(job: Job, scorer: Scorer, use: IdleWork, ahead: Ahea
     if now.state is State.AHEAD:  # the ranks of a replica do so together, whatever each of them has scored
         ahead.generate_ahead_slice(roster, now, lambda: is_over(job.pulse, job.world))
         return True
-    if not (use.trains and roster.others_still_generate(job.world.rank)):
+    if not (idle_work.trains and roster.others_still_generate(job.world.rank)):
         return False
     assert job.drafting is not None
     with job.pulse.progressing(now._replace(state=State.TRAINING)):

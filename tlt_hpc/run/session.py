@@ -272,10 +272,10 @@ def open_judge(reward: RewardSection, world: World) -> Judge:
     Raises:
         ConfigError: on all ranks, where a rank's server cannot judge what it is asked to.
     """
-    bench = open_process_judge(reward)
-    client = bench.client
+    judge = open_process_judge(reward)
+    client = judge.client
     if client is None:
-        return bench
+        return judge
 
     def wait_until_ready() -> None:
         try:
@@ -286,7 +286,7 @@ def open_judge(reward: RewardSection, world: World) -> Judge:
     world.run_on_all_ranks(wait_until_ready)
     if client.sandbox:
         world.print_once(f"programs of responses run in a sandbox (by {client.sandbox})")
-    return bench
+    return judge
 
 
 def choose_device(model: ModelSection, world: World) -> torch.device:
