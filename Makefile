@@ -75,10 +75,11 @@ triton: $(VENV)/triton
 # There a test of real processes that fails is run once more, and listed as RERUN: machines of CI are shared.
 test: LESS := and not ci
 test-ci: AGAIN := --reruns 1 -r fER
+test: WIDE := -n 2
 test test-ci: $(TESTED)
 	status=0; \
 	$(VENV)/bin/python -m pytest -n 3 -m "not slow and not mpi and not slurm $(LESS)" --durations=10 || status=$$?; \
-	$(VENV)/bin/python -m pytest -m "not slow and (mpi or slurm) $(LESS)" $(AGAIN) --durations=20 || status=$$?; \
+	$(VENV)/bin/python -m pytest $(WIDE) -m "not slow and (mpi or slurm) $(LESS)" $(AGAIN) --durations=20 || status=$$?; \
 	exit $$status
 
 test-slow: $(TESTED)

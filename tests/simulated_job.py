@@ -186,7 +186,7 @@ class Driver:
         world.run_first_and_broadcast(claim)
         if world.rank == 0:
             start_watch(process, folder.status, start)
-        pulse, engine = Pulse(world.duplicate_comm(), 50e-3), Engine(cluster, 0.3, None)
+        pulse, engine = Pulse(world.duplicate_comm_all_ranks(), 50e-3), Engine(cluster, 0.3, None)
         engine.chooser = SimpleNamespace(acceptance=SimpleNamespace(state=dict, load_state=lambda state: None))
         engine.release_pages = lambda: None
         cache = SimpleNamespace(tolerating_write_errors=nullcontext, end_step=lambda: None, abandon_step=lambda: None)
@@ -224,7 +224,7 @@ class Driver:
 
             world.agree_to_stop = agree
             status = rank_commands.requeue_stopped_job(world, folder.path, progress)
-        world.finalize_mpi_all_ranks()
+        world.finalise_mpi_all_ranks()
         return status
 
 

@@ -126,7 +126,7 @@ def agree(world: World, key: Any) -> Stop:
 
 
 def begin(process: Process, know: Callable[[StopFlag], None] = lambda flag: None) -> World:
-    """What ``main`` and ``connect`` of the command line do, without their checks."""
+    """What ``main`` and ``connect_all_ranks`` of the command line do, without their checks."""
     flag = StopFlag()
     flag.install_signal_handlers()
     know(flag)
@@ -232,7 +232,7 @@ def roll(cluster: Cluster, shape: Any, process: Process) -> int:
     """One rank: rollouts until all are done or a stop is agreed on."""
     world = begin(process)
     replica = Replica(world, shape.tensor_parallel)
-    comm = world.duplicate_comm()
+    comm = world.duplicate_comm_all_ranks()
     pulse = ReplicaPulse(comm, replica, shape.busy) if replica.size > 1 else Pulse(comm, shape.busy)
     engine = Engine(cluster, shape.seconds, replica.broadcast_from_first_rank if replica.size > 1 else None)
     spot, use = Spot(cluster), SimpleNamespace(trains=shape.trains, ahead=shape.ahead)
@@ -264,7 +264,7 @@ def roll(cluster: Cluster, shape: Any, process: Process) -> int:
     if agreed < stop:
         raise ScheduleError(f"{stop!r} was agreed on, later {agreed!r}")
     pulse.close()
-    world.finalize_mpi_all_ranks()
+    world.finalise_mpi_all_ranks()
     return 0
 
 

@@ -27,7 +27,7 @@ from tlt_hpc.look.metrics import K3, PROBS_DIFF, SCORE, TRAINED_TOKENS
 from tlt_hpc.models.piece import own_tensor_pieces
 from tlt_hpc.rl.ahead_generation import AheadGeneration
 from tlt_hpc.run import replay, saving
-from tlt_hpc.storage.folder import atomic_write
+from tlt_hpc.storage.folder import writing_atomically
 from tlt_hpc.storage.step_lines import STEP
 
 NUM_WEIGHTS = 12
@@ -108,7 +108,7 @@ def roll_out(job: Any, step: int, reporter: Any) -> Any:
 
 
 def write_step(path: Path, record: dict[str, int]) -> None:
-    with atomic_write(path) as part:
+    with writing_atomically(path) as part:
         part.write_text(json.dumps(record))
 
 
@@ -200,7 +200,7 @@ def parts() -> Iterator[None]:
     with ExitStack() as stack:
         for module, changes in {
             train: {
-                "read_exam_all_ranks": nothing, "reserve_copy": nothing, "check_responses_judged": nothing,
+                "read_exam_all_ranks": nothing, "reserve_copy": nothing, "check_responses_judged_all_ranks": nothing,
                 "write_final_drafter": nothing,
                 "roll_out": roll_out, "resume": resume, "sums_on_gpus": lambda: False, "update_policy": update,
                 "gather_step_rollouts": lambda job, rollouts, rewards: (job.world.allgather(rollouts), rewards),

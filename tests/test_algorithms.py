@@ -308,7 +308,7 @@ SCORES = np.array([1, 0, 1, 1], np.float32)
 class Policy:
     """Keeps what it is given."""
 
-    def sum_reference_kl_over_ranks(self, rollouts: list[Rollout]) -> np.ndarray:
+    def reference_kl_by_token_all_ranks(self, rollouts: list[Rollout]) -> np.ndarray:
         lengths = [rollout.response_tokens.size for rollout in rollouts]
         return np.repeat(np.array([0.5, 1.0, -0.5, 2.0]) / lengths, lengths)
 

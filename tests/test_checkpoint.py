@@ -289,7 +289,7 @@ def test_what_is_saved_is_the_state_at_begin(tmp_path, disk):
     store = CheckpointStore(tmp_path, keep=1)
     weight, steps, state = torch.randn(300, 70), torch.tensor(7), {"tuner": [1.0]}
     wanted = weight.clone()
-    store.start_save_all_ranks(5, OneRank(), {"policy": {"weight": weight, "steps": steps}}, state)
+    store.begin_save_all_ranks(5, OneRank(), {"policy": {"weight": weight, "steps": steps}}, state)
     weight.mul_(-1), steps.add_(1), state["tuner"].append(2.0)
     disk.set()
     store.wait_for_save(OneRank())
@@ -361,14 +361,14 @@ def test_no_step_waits_for_the_drafters_own_saves(tmp_path, disk, caplog):
 
 def test_what_a_killed_run_has_listed_is_not_taken_for_ours(store, folder, monkeypatch):
     lists = {}
-    seal = save_module.Save._finalize_checkpoint
+    seal = save_module.Save._finalise_checkpoint
 
     def remember(self: save_module.Save, files: Any) -> None:
         lists.update({path.name: path.read_bytes() for path in self._part.glob("*.list")})
         seal(self, files)
 
     with monkeypatch.context() as patched:
-        patched.setattr(save_module.Save, "_finalize_checkpoint", remember)
+        patched.setattr(save_module.Save, "_finalise_checkpoint", remember)
         save(store, 5)
     killed = (folder / "step-000005").rename(folder / "step-000006.part")
     for name, content in lists.items():
@@ -389,7 +389,7 @@ def test_a_save_ends_on_all_ranks_in_the_same_step(store, monkeypatch):
 
     def step_until_saved(world: ThreadWorld) -> int:
         own = store[world.rank]
-        own.start_save_all_ranks(5, world, make_shards(world.rank, 5), STATE)
+        own.begin_save_all_ranks(5, world, make_shards(world.rank, 5), STATE)
         for steps in range(10_000):
             reports = world.allgather(own.poll_save_state())
             own.end_save_if_all_done(reports)
@@ -418,7 +418,7 @@ def begin(stores: Stores, value: float = 0.0, size: int = 2) -> list[str]:
     def begin_on(world: ThreadWorld) -> None:
         shards = make_shards(world.rank, 6)
         shards["policy"][f"layer{world.rank}.weight"][2, 1] = value if world.rank == 1 else 0.0
-        stores[world.rank].start_save_all_ranks(6, world, shards, STATE)
+        stores[world.rank].begin_save_all_ranks(6, world, shards, STATE)
 
     return [str(error) for error in on_threads(size, begin_on)]
 

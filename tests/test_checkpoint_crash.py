@@ -55,7 +55,7 @@ def save_until_killed(folder: str, place: str) -> None:
     store = CheckpointStore(Path(folder) / "checkpoints", keep=2)
     for step in range(1, 10_000):
         weights.fill_(step)
-        store.start_save_all_ranks(
+        store.begin_save_all_ranks(
             step, world, {"policy": own_tensor_pieces([("weights", weights)], world.rank, world.size)}, {"step": step}
         )
         store.wait_for_save(world)

@@ -109,16 +109,16 @@ def test_modes_take_each_step_in_turn_and_in_every_order(monkeypatch):
         yield RunResult(0, job.steps, job.steps == 6, f"digest of {job.name}", "")
 
     monkeypatch.setattr(study, "take_steps", fake_steps)
-    monkeypatch.setattr(study, "wait_for_all_saves", lambda job: taken.append(f"{job.name} saved"))
+    monkeypatch.setattr(study, "wait_for_saves_all_ranks", lambda job: taken.append(f"{job.name} saved"))
     jobs = {name: SimpleNamespace(name=name, steps=6) for name in MODES[:3]}
-    assert study.run_jobs_in_turn(jobs, 6, lambda mode: None) == {name: f"digest of {name}" for name in jobs}
+    assert study.run_jobs_in_turn_all_ranks(jobs, 6, lambda mode: None) == {name: f"digest of {name}" for name in jobs}
     assert taken[:3] == [f"{name} saved" for name in jobs], "nothing is timed before all are ready"
     assert all(saved == f"{name} saved" for name, saved in zip(taken[3::2], taken[4::2], strict=True))
     rounds = [tuple(taken[start : start + 6 : 2]) for start in range(3, len(taken), 6)]
     assert sorted(rounds) == sorted(permutations(jobs))
     taken.clear()
     jobs["ngram"].steps = 2  # a signal
-    assert study.run_jobs_in_turn(jobs, 6, lambda mode: None) == {}
+    assert study.run_jobs_in_turn_all_ranks(jobs, 6, lambda mode: None) == {}
     assert taken.count("ngram") == 2 and max(taken.count("plain"), taken.count("tail")) <= 3
 
 
@@ -162,7 +162,7 @@ def test_one_rank_reads_the_logs_for_all(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "run_training", lambda *of: RunResult(0, 1, True, "", ""))
     monkeypatch.setattr(study, "build_job", lambda *of: nullcontext())
     monkeypatch.setattr(study, "closing", lambda job: job)
-    monkeypatch.setattr(study, "run_jobs_in_turn", lambda *of: {"plain": "same"})
+    monkeypatch.setattr(study, "run_jobs_in_turn_all_ranks", lambda *of: {"plain": "same"})
     monkeypatch.setattr(study, "read_comparison", lambda config, parent, *of: readers.append(parent) or parent)
     found = on_threads(3, lambda world: study.compare(CONFIG, ("plain",), 1, world, nullcontext))
     assert len(readers) == 1 and found == readers * 3

@@ -12,7 +12,7 @@ from answers import refusal
 from data_sets import PLAIN, RAW, config_of, gcd_rows, open_data, write_jsonl
 from fake_world import OneRank, ThreadWorld, on_threads
 
-from tlt_hpc.checkpoint.claim import claim_run_folder_all_ranks, write_or_check_fingerprints
+from tlt_hpc.checkpoint.claim import claim_run_folder_all_ranks, check_and_write_fingerprints
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.data.prompts import FilePrompts
 from tlt_hpc.storage.folder import RunFolder
@@ -28,10 +28,10 @@ def claim(run: Path, source: Path, *overrides: str, chat: ChatFormat = RAW) -> F
 
 def test_a_run_resumes_with_the_same_data_alone(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", gcd_rows(5))
-    first = [prompt.text for step in range(4) for prompt in claim(tmp_path, path).read_step_prompts(step)]
+    first = [prompt.text for step in range(4) for prompt in claim(tmp_path, path).draw_step_prompts(step)]
     path.touch()  # a copy is younger than the original
     again = claim(tmp_path, path)
-    assert [prompt.text for step in (2, 3) for prompt in again.read_step_prompts(step)] == first[8:]
+    assert [prompt.text for step in (2, 3) for prompt in again.draw_step_prompts(step)] == first[8:]
     kept = json.loads((tmp_path / "tiny" / "data.json").read_text())
     assert set(kept) == {"data.source", "chat template", "data.overlong"}
     write_jsonl(path, gcd_rows(6))
@@ -73,11 +73,11 @@ def test_files_that_differ_between_nodes_are_refused(tmp_path: Path) -> None:
 
 
 def test_fingerprints_of_an_earlier_version_and_damaged_ones(tmp_path: Path) -> None:
-    write_or_check_fingerprints(tmp_path, {"data.source": "a", "data.broken_rows": "skip"})
-    write_or_check_fingerprints(tmp_path, {"data.source": "a", "chat template": "b"})
+    check_and_write_fingerprints(tmp_path, {"data.source": "a", "data.broken_rows": "skip"})
+    check_and_write_fingerprints(tmp_path, {"data.source": "a", "chat template": "b"})
     assert "chat template was another" in refusal(
-        write_or_check_fingerprints, tmp_path, {"data.source": "a", "chat template": "c"}
+        check_and_write_fingerprints, tmp_path, {"data.source": "a", "chat template": "c"}
     )
     (tmp_path / "data.json").write_text("{")
-    said = refusal(write_or_check_fingerprints, tmp_path, {})
+    said = refusal(check_and_write_fingerprints, tmp_path, {})
     assert "data.json is damaged (" in said and "; remove it to resume with the data as it is now" in said

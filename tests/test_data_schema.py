@@ -162,10 +162,10 @@ def test_prompts_that_are_too_long_are_refused_or_dropped(tmp_path):
         f"data.source = '{path}': 2 of 8 prompts are too long and dropped, the first {path}:7: prompt of 18 tokens, "
         "data.max_prompt_tokens = 16"
     )
-    drawn = [text for step in range(2) for text in texts(source.read_step_prompts(step))]
+    drawn = [text for step in range(2) for text in texts(source.draw_step_prompts(step))]
     assert sorted(drawn) == [f"gcd({i},{2 * i + 1})=" for i in range(1, 7)]
     assert open_data(path, "data.max_prompt_tokens=18").warning == ""
-    said = refusal(lambda: open_data(path, "data.overlong=drop", "data.max_prompt_tokens=1").read_step_prompts(0))
+    said = refusal(lambda: open_data(path, "data.overlong=drop", "data.max_prompt_tokens=1").draw_step_prompts(0))
     assert said == f"data.source = {str(path)!r} has no usable row; raise data.max_prompt_tokens"
 
 

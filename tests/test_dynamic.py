@@ -76,19 +76,19 @@ def answers(prompts: Sequence[Prompt]) -> list[int]:
 def test_a_files_refills_are_in_an_order_of_their_own(tmp_path: Path) -> None:
     source = open_data(write_jsonl(tmp_path / "a.jsonl", gcd_rows(40)), seed=SEED)
     for step in (0, 7):  # 16 places a step, so step 7 begins 8 places before the end of the third epoch
-        own = answers(source.read_step_prompts(step))
+        own = answers(source.draw_step_prompts(step))
         places = [divmod(place, 40) for place in range(16 * step, 16 * step + 16)]
         drawn = [int(shuffled_row_order(40, SEED, epoch, "refill")[place]) + 1 for epoch, place in places]
         assert set(drawn[:10]) & set(own), "or nothing shows that they are left out"
         assert (
-            answers(source.read_replacement_prompts(step, 10))
+            answers(source.draw_refill_prompts(step, 10))
             == [row for row in dict.fromkeys(drawn) if row not in own][:10]
         )
 
 
 def test_dropped_prompts_come_in_no_refill(tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "b.jsonl", [*gcd_rows(6), *[{"prompt": "1," * 20, "answer": "7"}] * 6])
-    assert set(answers(open_data(rows, "data.overlong=drop").read_replacement_prompts(0, 20))) == set(range(1, 7))
+    assert set(answers(open_data(rows, "data.overlong=drop").draw_refill_prompts(0, 20))) == set(range(1, 7))
 
 
 def test_the_embedded_tasks_refills_are_of_their_step_and_seed() -> None:
@@ -96,14 +96,14 @@ def test_the_embedded_tasks_refills_are_of_their_step_and_seed() -> None:
     drawn = [
         texts(prompts)
         for prompts in (
-            first.read_replacement_prompts(0, 8),
-            first.read_replacement_prompts(1, 8),
-            other.read_replacement_prompts(0, 8),
-            first.read_step_prompts(0),
+            first.draw_refill_prompts(0, 8),
+            first.draw_refill_prompts(1, 8),
+            other.draw_refill_prompts(0, 8),
+            first.draw_step_prompts(0),
         )
     ]
     assert all(not set(one) & set(two) for one, two in itertools.combinations(drawn, 2))
-    assert texts(first.read_replacement_prompts(0, 3)) == drawn[0][:3]
+    assert texts(first.draw_refill_prompts(0, 3)) == drawn[0][:3]
 
 
 # -- a step's draws ---------------------------------------------------------------------------------------------------
@@ -117,10 +117,8 @@ def make_draws(*overrides: str) -> StepDraws:
     """Four prompts of two responses, and refills."""
     own = ["rollout.prompts_per_step=4", "rollout.group_size=2", "algorithm.updates_per_step=1", *overrides]
     prompts: Any = SimpleNamespace(
-        read_step_prompts=lambda step: [make_prompt(1000 * step + number) for number in range(4)],
-        read_replacement_prompts=lambda step, count: [
-            make_prompt(1000 * step + 100 + number) for number in range(count)
-        ],
+        draw_step_prompts=lambda step: [make_prompt(1000 * step + number) for number in range(4)],
+        draw_refill_prompts=lambda step, count: [make_prompt(1000 * step + 100 + number) for number in range(count)],
     )
     return StepDraws(load_config(TINY, own), prompts, 7)
 

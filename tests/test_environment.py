@@ -20,7 +20,7 @@ import tlt_hpc
 from tlt_hpc.checkpoint.claim import claim_run_folder_all_ranks
 from tlt_hpc.common.source import read_git_commit
 from tlt_hpc.config import ConfigError, UserError, load_config
-from tlt_hpc.look.environment import RankPlace, describe_start_environment, hosts_of
+from tlt_hpc.look.environment import RankPlace, collect_start_environment, hosts_of
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import Environment, Host, add_environment, read_environments
 
@@ -66,7 +66,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     place = RankPlace.here("here")
     assert place.cores == os.sched_getaffinity(0) and place.memory_bytes > 2**28 and place.processor
     world = SimpleNamespace(mpi_version="MPICH 5\n\0", placement=("ranks on here:",))
-    found = describe_start_environment(world, [place], "", (0, 20, 21, 22))
+    found = collect_start_environment(world, [place], "", (0, 20, 21, 22))
     assert found.version == tlt_hpc.__version__ and found.mpi == "MPICH 5" and found.slurm["job"] == "11_3"
     assert found.packages.keys() >= {"torch", "mpi4py", "deepspeed", "transformers", "h5py", "numpy"}
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found.time)

@@ -47,7 +47,7 @@ class Killed(BaseException):
 
 
 class Reporter:
-    """Silent; raises ``Killed`` or asks to stop when there are ``rows_at_positions`` files of responses."""
+    """Silent; raises ``Killed`` or asks to stop when there are ``at`` files of responses."""
 
     def __init__(self, at: int | None = None, world: World | None = None) -> None:
         self._at, self._world = at, world
@@ -282,15 +282,15 @@ def test_a_stopped_one_keeps_what_it_has_and_more_samples_are_added(tmp_path, mo
 def test_an_evaluation_of_other_facts_is_replaced(tmp_path, caplog):
     folder = EvaluationFolder(tmp_path / "step-000002")
     folder.path.mkdir()
-    folder.save_or_compare_settings({"evaluation.seed": 0})
+    folder.check_and_save_settings({"evaluation.seed": 0})
     (folder.path / "results.json").touch()
     assert (
-        folder.save_or_compare_settings({"evaluation.seed": 1}, replaces=True) == set() and not folder.results.exists()
+        folder.check_and_save_settings({"evaluation.seed": 1}, replaces=True) == set() and not folder.results.exists()
     )
     assert caplog.messages == [f"{folder.path} holds an evaluation with evaluation.seed = 0, now 1: evaluated again"]
     folder.facts.write_text("{")
     with pytest.raises(ConfigError, match=r"evaluation\.json is damaged; delete .*step-000002 to evaluate again"):
-        folder.save_or_compare_settings({})
+        folder.check_and_save_settings({})
 
 
 def test_mathematics_votes_by_meaning():

@@ -18,7 +18,7 @@ from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.evaluate import subject as subject_module
 from tlt_hpc.evaluate.between_steps import read_exam_all_ranks
 from tlt_hpc.evaluate.exam import agree_first_file_number, wait_for_files_all_ranks
-from tlt_hpc.evaluate.folder import EvaluationFolder, weights_fingerprint
+from tlt_hpc.evaluate.folder import EvaluationFolder, digest_weights
 from tlt_hpc.evaluate.subject import Subject, load_weights_all_ranks
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import read_folder_weights
@@ -59,10 +59,10 @@ def test_ranks_of_a_replica_load_their_parts_and_agree_on_the_fingerprint(monkey
 
     (first, one), (second, other) = on_threads(2, load)
     weights = dict(read_folder_weights(embedded_folder()))
-    assert first == second == weights_fingerprint(((n, w.float()) for n, w in weights.items()), shape.tied_head)
+    assert first == second == digest_weights(((n, w.float()) for n, w in weights.items()), shape.tied_head)
     assert set(Counter(reads).values()) == {2}, "each of two nodes reads each weight once"
     weights["model.norm.weight"] = weights["model.norm.weight"] * 1.01
-    assert first != weights_fingerprint(weights.items(), shape.tied_head)
+    assert first != digest_weights(weights.items(), shape.tied_head)
     for number, layer in enumerate(embedded_decoder().layers):
         halves = [decoder.layers[number].mlp.down.weight for decoder in (one, other)]
         assert torch.equal(torch.cat(halves, 1), layer.mlp.down.weight)
@@ -78,11 +78,7 @@ def test_weights_are_rounded_as_in_training_where_a_cpu_computes_with_more_digit
     decoder, config = Decoder(shape, torch.float32, CPU), load_config(TINY, ["model.dtype=bfloat16"])
     (found,) = on_threads(1, lambda world: load_weights_all_ranks(decoder, subject, None, config, world))
     rounded = {name: weight.bfloat16() for name, weight in weights.items()}
-    assert (
-        found
-        == weights_fingerprint(rounded.items(), shape.tied_head)
-        != weights_fingerprint(weights.items(), shape.tied_head)
-    )
+    assert found == digest_weights(rounded.items(), shape.tied_head) != digest_weights(weights.items(), shape.tied_head)
     assert torch.equal(decoder.final_norm.weight, rounded["model.norm.weight"].float())
 
 

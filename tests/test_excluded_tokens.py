@@ -100,13 +100,13 @@ def test_a_start_says_which_and_its_files_keep_them(tmp_path: Path) -> None:
     assert "building the decoder; 5 of 24 ids never sampled: 0, 20-23\n" in tlt(1, *command).stdout
     facts, key = tmp_path / "out" / "evaluation.json", "the ids that are never sampled"
     tree, folder = json.loads(facts.read_text()), EvaluationFolder(facts.parent)
-    assert tree[key] == "0, 20-23" and len(folder.save_or_compare_settings(tree)) == 1
+    assert tree[key] == "0, 20-23" and len(folder.check_and_save_settings(tree)) == 1
     with pytest.raises(ConfigError, match=f"with {key} = '0, 20-23', now '0'; .* --output"):
-        folder.save_or_compare_settings({**tree, key: "0"})
+        folder.check_and_save_settings({**tree, key: "0"})
     facts.write_text(json.dumps({name: value for name, value in tree.items() if name != key}))
     with pytest.raises(ConfigError, match=f"with {key} = '', now '0, 20-23'; "):
-        folder.save_or_compare_settings(tree)
-    assert len(folder.save_or_compare_settings({**tree, key: ""})) == 1, "of an earlier version"
+        folder.check_and_save_settings(tree)
+    assert len(folder.check_and_save_settings({**tree, key: ""})) == 1, "of an earlier version"
 
 
 # -- a model that would write them all the time -----------------------------------------------------------------------

@@ -33,7 +33,7 @@ from tlt_hpc.evaluate.subject import find_subject
 from tlt_hpc.export import policy
 from tlt_hpc.extras.drafter_formats.formats import convert_drafter, read_target
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import DRAFTER_FILE, check_drafter_tensors, eagle3_sizes, load_drafter
+from tlt_hpc.models.drafter_file import DRAFTER_FILE, select_and_check_tensors, eagle3_sizes, load_drafter
 from tlt_hpc.models.tokenizer import package_asset_folder
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.sampling import SamplingRule
@@ -151,7 +151,7 @@ def test_names_sizes_types_and_config_are_exactly_those_of_the_format(name, tmp_
 def test_a_llama_target_with_a_scaled_rotary_embedding(target):
     scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}
     shape = replace(target.shape, family="llama", qkv_bias=False, rope_theta=5e5)
-    drafter = check_drafter_tensors(embedded_eagle(), target.shape, "x")
+    drafter = select_and_check_tensors(embedded_eagle(), target.shape, "x")
     shape = replace(shape, rope_scaling={**scaling, "rope_theta": 5e5})
     files = convert_drafter("sglang", drafter, replace(target, shape=shape))
     rope = {"rope_scaling": scaling, "rope_theta": 5e5, "rope_parameters": {**scaling, "rope_theta": 5e5}}

@@ -49,7 +49,7 @@ def gpu(monkeypatch):
         rows = []
         for response, row in zip(responses, told, strict=True):
             tokens = [source.randrange(2, 20) for _ in row[:-NUM_FIGURES]]
-            count = min(source.randrange(len(tokens)) + 1, response.params.max_tokens - response.num_response)
+            count = min(source.randrange(len(tokens)) + 1, response.params.max_tokens - response.num_response_tokens)
             rows.append([*tokens, count, max(0, count - 1), int(source.random() < 0.05)])
         return take(rounds, responses, rows, log_probs)
 
@@ -82,7 +82,7 @@ def generate(gpu, engine, requests=REQUESTS, num_steps=10**9):
         engine.step()
         num_steps -= 1
     gpu.is_waiting_wrong = False
-    return engine.collect()
+    return engine.take_finished_rollouts()
 
 
 PAGES = page_bytes(embedded_decoder().shape, 16, torch.bfloat16, 1)
@@ -108,7 +108,7 @@ def test_a_rollout_never_waits_for_the_gpu(gpu, name):
     texts = {request.key: np.arange(2, 20, dtype=np.int32) for request in REQUESTS[::3]}
     for version in (1, 2):
         engine.outbox.set_sink(kept := KeptFeatures())
-        engine.draft_from(texts)
+        engine.set_stored_texts(texts)
         assert len(generate(gpu, engine)) == len(REQUESTS) == len(kept.firsts)
         engine.release_pages()
         with pytest.raises(GraphError, match="was given back"):

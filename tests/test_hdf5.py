@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tlt_hpc.storage import hdf5
-from tlt_hpc.storage.folder import RunFolder, WriteError, atomic_write, part_path, rank_of
+from tlt_hpc.storage.folder import RunFolder, WriteError, writing_atomically, part_path, rank_of
 
 KIND = hdf5.FileKind("test file", schema=3, remedy="delete it")
 
@@ -68,13 +68,13 @@ from pathlib import Path
 import h5py
 import numpy as np
 from tlt_hpc.storage import hdf5
-from tlt_hpc.storage.folder import WriteError, atomic_write
+from tlt_hpc.storage.folder import WriteError, writing_atomically
 path, kind = Path(sys.argv[1]), hdf5.FileKind("test file", 3, "delete it")
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 for limit in [0, 10, 1000, 2000, 3000, 500_000, 2**20, 2**20 + 3000, *range(1_540_000, 1_590_000, 5000), hard]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        with atomic_write(path) as part:
+        with writing_atomically(path) as part:
             file = hdf5.NewFile(part, kind)
             rows = hdf5.create_growing_array(file.root, "rows", np.dtype("u2"), (256,), 10**6)
             for block in range(3):
@@ -105,13 +105,13 @@ def test_a_full_disk_is_one_error_and_no_crash(tmp_path: Path) -> None:
 )
 def test_an_error_in_the_body_keeps_what_was_there(tmp_path: Path, number: int, remedy: str) -> None:
     path = tmp_path / "deep" / "a.h5"
-    with atomic_write(path) as part:
+    with writing_atomically(path) as part:
         part.write_text("old")
-    with pytest.raises(KeyError), atomic_write(path) as part:
+    with pytest.raises(KeyError), writing_atomically(path) as part:
         part.write_text("new")
         raise KeyError
     said = rf"a\.h5: {os.strerror(number)}; nothing was changed: {remedy} or set run.folder to another"
-    with pytest.raises(WriteError, match=said), atomic_write(path) as part:
+    with pytest.raises(WriteError, match=said), writing_atomically(path) as part:
         part.write_text("new")
         raise OSError(number, os.strerror(number))
     assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
@@ -121,7 +121,7 @@ def test_a_file_gets_the_permissions_of_the_umask(tmp_path: Path, monkeypatch: p
     """``os.umask`` reads it only by changing it, for the whole process."""
     before = os.umask(0o027)
     try:
-        with monkeypatch.context() as patched, atomic_write(tmp_path / "file") as part:
+        with monkeypatch.context() as patched, writing_atomically(tmp_path / "file") as part:
             patched.setattr(os, "umask", None)
             part.touch(0o600)
     finally:

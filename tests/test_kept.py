@@ -32,9 +32,9 @@ from tlt_hpc.run import saving, session
 from tlt_hpc.run.kept_responses import (
     Keeper,
     describe_progress,
-    open_keeper_read_kept,
+    open_keeper_all_ranks,
     remove_kept_responses,
-    weights_origin_of_folder,
+    digest_folder_weights,
     weights_origin_of_line,
 )
 from tlt_hpc.run.rollout_loop import requests_without_kept
@@ -74,9 +74,9 @@ def test_weights_are_named_by_their_step_or_their_files(tmp_path):
     )
     assert weights_origin_of_line(line) != weights_origin_of_line({**line, "critic/score/mean": 0.25})
     (tmp_path / "model.safetensors").write_bytes(b"one")
-    first = weights_origin_of_folder(tmp_path)
+    first = digest_folder_weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"two")
-    assert weights_origin_of_folder(tmp_path) != first
+    assert digest_folder_weights(tmp_path) != first
 
 
 # -- the keeper -----------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_the_next_start_takes_responses_of_its_own_weights_from_whole_files(tmp_
     for number, (origin, draws) in enumerate([(own, (3, 1)), ("another", (2,)), (own, (1, 4)), (own, (5,))]):
         write_kept_responses(folder.kept_responses_path(2, 0, number), origin, list(map(response, draws)), False)
     folder.kept_responses_path(2, 0, 3).write_bytes(b"cut off")
-    keeper, kept = open_keeper_read_kept(config, folder, OneRank(), 2)
+    keeper, kept = open_keeper_all_ranks(config, folder, OneRank(), 2)
     assert sorted(key.draw for key in kept) == [1, 3, 4]
     assert "its responses are generated again" in caplog.text
     keeper.write_new_responses([response(9)])

@@ -124,7 +124,7 @@ def distances_from_base(stage: int) -> list[list[float]]:
     policy = Policy(make_model(), config, world, reference=lambda: pytest.fail("no second model is made"))
     rollouts = make_rollouts()
     policy.update(rollouts, make_advantages())
-    found = policy.sum_reference_kl_over_ranks(rollouts).tolist()
+    found = policy.reference_kl_by_token_all_ranks(rollouts).tolist()
     now, base = Reference(config), Reference(config)
     now.model.load_state_dict(weights_of(policy))
     with torch.no_grad():

@@ -39,7 +39,7 @@ def texts_from(num_distinct: int) -> Texts:
     batch = [Prompt(np.array([7, i % num_distinct], np.int32), str(i), "", "") for i in range(1000)]
     warmup, prompts = (
         SimpleNamespace(responses=50, validation_prompts=8),
-        SimpleNamespace(read_step_prompts=lambda step: batch),
+        SimpleNamespace(draw_step_prompts=lambda step: batch),
     )
     return from_prompts(warmup, prompts)  # type: ignore[arg-type]
 

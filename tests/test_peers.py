@@ -117,7 +117,7 @@ class Given:
     def __init__(self, kl: Tensor | None) -> None:
         self._kl = kl
 
-    def sum_reference_kl_over_ranks(self, rollouts: Sequence[Rollout]) -> np.ndarray:
+    def reference_kl_by_token_all_ranks(self, rollouts: Sequence[Rollout]) -> np.ndarray:
         assert self._kl is not None and [r.response_tokens.size for r in rollouts] == LENGTHS
         return self._kl[MASK].numpy()
 

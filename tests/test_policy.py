@@ -385,7 +385,7 @@ def figures_of_tokens(world: World, sharing: int) -> list[list[float]]:
     distances = {"algorithm__name": "rloo", "algorithm__kl_coefficient": 0.5, "algorithm__kl_estimator": "k1"}
     config = make_config(optimizer__zero_stage=3, optimizer__sequence_parallel=sharing, **CORRECTED, **distances)
     policy = Policy(make_model(), config, world, reference=lambda: away(make_model()))
-    found = policy.sum_reference_kl_over_ranks(rollouts).tolist()
+    found = policy.reference_kl_by_token_all_ranks(rollouts).tolist()
     mismatch = list(vars(policy.update(rollouts, make_advantages()).mismatch).values())
     plain, other = Reference(config), Reference(config)
     away(other.model)

@@ -177,7 +177,7 @@ def test_logs_of_ranks_that_are_no_more_do_not_come_back(tmp_path: Path) -> None
         for rank in range(2):
             write_step(run.rollout_log(0, rank), small_record(0, rank))
         write_step(run.rollout_log(0, 0), small_record(0, 0, 1))
-        train.drop_foreign_logs(run, 1, 0)
+        train.remove_foreign_logs(run, 1, 0)
         add_line(run.metrics, line_of(0))
 
     def look(run: RunFolder) -> Iterable[str]:

@@ -51,21 +51,21 @@ def shuffled_prompts(folder: Path, seed: int = 0, count: int = 4) -> FilePrompts
 @pytest.mark.parametrize("make", [gcd_prompts, shuffled_prompts])
 def test_a_batch_depends_on_seed_and_step_alone(make: Any, tmp_path: Path) -> None:
     """In any order, asked twice, from a new source: a resumed run draws what the first would have drawn."""
-    forwards = [texts(make(tmp_path).read_step_prompts(step)) for step in range(6)]
+    forwards = [texts(make(tmp_path).draw_step_prompts(step)) for step in range(6)]
     source: PromptSource = make(tmp_path)
-    backwards = [texts(source.read_step_prompts(step)) for step in reversed(range(6))]
+    backwards = [texts(source.draw_step_prompts(step)) for step in reversed(range(6))]
     assert backwards[::-1] == forwards
     assert len({tuple(batch) for batch in forwards}) == 6
-    assert texts(make(tmp_path, seed=1).read_step_prompts(0)) != forwards[0]
+    assert texts(make(tmp_path, seed=1).draw_step_prompts(0)) != forwards[0]
 
 
 def test_prompts_of_the_embedded_task_are_known(tmp_path: Path) -> None:
     """Other prompts would be another run: the draw must not depend on a process, machine or version."""
     source = gcd_prompts(tmp_path, count=3)
-    assert texts(source.read_step_prompts(0)) == ["gcd(115,184)=", "gcd(48,324)=", "gcd(374,286)="]
-    assert texts(source.read_replacement_prompts(0, 2)) == ["gcd(88,242)=", "gcd(60,160)="]
-    assert [prompt.answer for prompt in source.read_step_prompts(0)] == ["23", "12", "22"]
-    for prompt in source.read_step_prompts(1):
+    assert texts(source.draw_step_prompts(0)) == ["gcd(115,184)=", "gcd(48,324)=", "gcd(374,286)="]
+    assert texts(source.draw_refill_prompts(0, 2)) == ["gcd(88,242)=", "gcd(60,160)="]
+    assert [prompt.answer for prompt in source.draw_step_prompts(0)] == ["23", "12", "22"]
+    for prompt in source.draw_step_prompts(1):
         assert prompt.tokens.dtype == np.int32 and embedded_tokenizer().decode(prompt.tokens.tolist()) == prompt.text
 
 
@@ -73,7 +73,7 @@ def test_prompts_of_the_embedded_task_are_known(tmp_path: Path) -> None:
 def test_every_epoch_covers_all_rows_once(count: int, tmp_path: Path) -> None:
     """Whether or not the batch divides the rows, and where one batch spans epochs."""
     source = shuffled_prompts(tmp_path, count=count)
-    drawn = [text for step in range(60 // count + 1) for text in texts(source.read_step_prompts(step))][:60]
+    drawn = [text for step in range(60 // count + 1) for text in texts(source.draw_step_prompts(step))][:60]
     epochs = [drawn[start : start + 10] for start in range(0, 60, 10)]
     assert all(Counter(epoch) == Counter(set(epoch)) and len(epoch) == 10 for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
@@ -83,7 +83,7 @@ def test_one_rank_of_a_node_reads_for_all(tmp_path: Path) -> None:
     source, sent = shuffled_prompts(tmp_path), list[list[Prompt]]()
     first = SharedPrompts(source, lambda read: sent.append(read()) or sent[-1])
     other = SharedPrompts(None, lambda _: sent.pop(0))
-    for call in (lambda prompts: prompts.read_step_prompts(3), lambda prompts: prompts.read_replacement_prompts(3, 5)):
+    for call in (lambda prompts: prompts.draw_step_prompts(3), lambda prompts: prompts.draw_refill_prompts(3, 5)):
         assert texts(call(first)) == texts(call(source)) == texts(call(other))
     assert first.fingerprints() == source.fingerprints() and first.warning == source.warning
 
@@ -97,14 +97,14 @@ def test_where_prompts_are_dropped_the_first_draw_reads_all_rows_once(tmp_path: 
     assert len(reads) == 5, "no more than without dropping, for the launcher opens the data, too"
     before = BEAT.progress
     assert source.warning and len(reads) == 5 + 3001 and BEAT.progress >= before + 3
-    source.read_step_prompts(0), source.read_replacement_prompts(0, 2)
+    source.draw_step_prompts(0), source.draw_refill_prompts(0, 2)
     assert source.warning and len(reads) == 5 + 3001 + 4 + 2
 
 
 def test_the_configuration_names_the_source(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", gcd_rows(2))
     config = load_config(TINY, [f"data.source={path}", "rollout.prompts_per_step=2"])
-    assert sorted(texts(open_prompts(config, embedded_tokenizer()).read_step_prompts(0))) == ["gcd(1,3)=", "gcd(2,5)="]
+    assert sorted(texts(open_prompts(config, embedded_tokenizer()).draw_step_prompts(0))) == ["gcd(1,3)=", "gcd(2,5)="]
     assert isinstance(open_prompts(load_config(TINY), embedded_tokenizer()), GcdPrompts)
     said = refusal(open_prompts, load_config(TINY, ["data.max_prompt_tokens=8"]), embedded_tokenizer())
     assert "have up to 9 tokens; use data.max_prompt_tokens = 9 or more" in said
@@ -138,8 +138,8 @@ def test_rows_behind_those_that_are_checked_first(tmp_path, monkeypatch):
     last = int(shuffled_row_order(12, 0, 0)[11])
     rows[last] = "{"
     source = open_data(write_jsonl(tmp_path / "a.jsonl", rows), count=6)
-    source.read_step_prompts(0)
-    assert f"a.jsonl:{last + 1}: no JSON object" in refusal(source.read_step_prompts, 1)
+    source.draw_step_prompts(0)
+    assert f"a.jsonl:{last + 1}: no JSON object" in refusal(source.draw_step_prompts, 1)
 
 
 # --- the embedded task ---

@@ -30,7 +30,7 @@ IDLE = Status(State.IDLE, sequences_left=0, tokens=0, drafter_steps=0)
 def connected() -> Iterator[tuple[World, Pulse]]:
     """A pulse of all ranks that looks at every poll."""
     world = World.connect()
-    pulse = Pulse(world.duplicate_comm(), 0.0)
+    pulse = Pulse(world.duplicate_comm_all_ranks(), 0.0)
     yield world, pulse
     pulse.close()
 
@@ -131,7 +131,7 @@ def test_one_roster_a_poll_and_nothing_pending_after_the_last() -> None:
         roster = pulse.poll(status)
         return roster.epoch, roster.round, roster.statuses[0]
 
-    with pytest.raises(AssertionError, match="call begin first"):
+    with pytest.raises(AssertionError, match="call begin_rollout first"):
         pulse.poll(BUSY)
     pulse.begin_rollout(3)
     assert poll(BUSY) == (3, 0, Status(State.BUSY, 0, 0, 0))
@@ -140,7 +140,7 @@ def test_one_roster_a_poll_and_nothing_pending_after_the_last() -> None:
         pulse.begin_rollout(4)
     voted = Status(State.TRAINING, 0, tokens=123, drafter_steps=4, stop=True)
     assert poll(voted) == (3, 2, IDLE) and comm.num_posted == 2 and pulse.is_over
-    with pytest.raises(AssertionError, match="call begin first"):
+    with pytest.raises(AssertionError, match="call begin_rollout first"):
         pulse.poll(IDLE)
     pulse.begin_rollout(4)
     pulse.poll(voted)

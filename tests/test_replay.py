@@ -121,7 +121,7 @@ def make_job(folder: Path, prompts: list[list[int]]) -> Any:
         world=OneRank(),
         folder=RunFolder(folder),
         config=config,
-        prompts=SimpleNamespace(read_step_prompts=lambda step: drawn),
+        prompts=SimpleNamespace(draw_step_prompts=lambda step: drawn),
         assets=SimpleNamespace(excluded_token_ids=(0, 20, 21)),
     )
 

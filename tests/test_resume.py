@@ -39,7 +39,7 @@ def state_of(job: Any) -> dict[str, Any]:
         "policy": policy,
         "optimizer_steps": job.policy.optimizer_step_count,
         "weights": {name: weight.clone() for name, weight in job.policy.gather_named_weights()},
-        "drafter": job.drafting.spot.trained.state(),
+        "drafter": job.drafting.spot.trained.host_state_copy(),
         "drafter_steps": job.drafting.spot.trained.num_steps,
         "served is not trained": bool((engine_drafter["fc"] != job.drafting.spot.trained.drafter.fc).any()),
         "served": {name: tensor.clone() for name, tensor in engine_drafter.items()},
@@ -83,7 +83,7 @@ def save_and_come_back(folder: str) -> dict[str, Any]:
         job = run.build_job(load_config(TINY, [*OVERRIDES, f"run.folder={folder}"]), world)
         update, memory = replay.update_policy, job.engine._cache._memory
         replay.update_policy = lambda *given: released.append(memory.is_released) or update(*given)
-        step = saving.resume(job, Silent().replayed)[1]
+        step = saving.resume(job, Silent().show_replayed_step)[1]
         replay.update_policy = update
         return job, step
 
@@ -110,7 +110,7 @@ def save_and_come_back(folder: str) -> dict[str, Any]:
     for step in range(2):
         run.take_step(job, step, Silent())
         saving.begin_drafter_save_if_due(job, step + 1)
-        saving.wait_for_all_saves(job)
+        saving.wait_for_saves_all_ranks(job)
     wanted, alone, logs = state_of(job), job.folder.drafter_checkpoints, job.folder.rollout_logs(0)
     sizes = [reserved, job.drafting.checkpoints._copy.num_bytes]
     whole = job.folder.checkpoints

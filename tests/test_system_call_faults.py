@@ -29,7 +29,7 @@ from tlt_hpc.models import drafter_file, folder, weight_files
 from tlt_hpc.storage import folder as run_folder
 from tlt_hpc.storage import hdf5
 from tlt_hpc.storage.feature_cache import FeatureCache
-from tlt_hpc.storage.folder import RunFolder, WriteError, atomic_write
+from tlt_hpc.storage.folder import RunFolder, WriteError, writing_atomically
 from tlt_hpc.storage.rollout_log import read_step, write_step
 
 WHY_NOT = unavailable()
@@ -233,10 +233,10 @@ def test_a_part_that_cannot_be_removed_does_not_hide_why_it_was_not_written(
 ) -> None:
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(WriteError, match="No space left on device; nothing was changed"):  # noqa: SIM117
-        with atomic_write(tmp_path / "a") as part:
+        with writing_atomically(tmp_path / "a") as part:
             part.write_text("half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with atomic_write(tmp_path / "b") as part:
+    with writing_atomically(tmp_path / "b") as part:
         part.write_text("whole")
     assert (tmp_path / "b").read_text() == "whole", "nothing is left to be removed"
 
@@ -247,7 +247,7 @@ def test_a_file_that_is_there_and_may_not_last_is_not_called_unchanged(
     sync = run_folder.sync
     monkeypatch.setattr(run_folder, "sync", lambda path: refuse() if path == tmp_path else sync(path))
     with pytest.raises(WriteError, match="Input/output error; it is there, but a power failure may undo that"):  # noqa: SIM117
-        with atomic_write(tmp_path / "a") as part:
+        with writing_atomically(tmp_path / "a") as part:
             part.write_text("whole")
     assert (tmp_path / "a").read_text() == "whole"
 

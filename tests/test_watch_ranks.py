@@ -86,14 +86,14 @@ def main(watch):
         os._exit(2)
     BEAT.folder = folder
     world.barrier()
-    pulse = Pulse(world.duplicate_comm())
+    pulse = Pulse(world.duplicate_comm_all_ranks())
     for step in range(3):
         BEAT.enter_step(step)
         with BEAT.in_phase(Phase.ROLLOUT):
             roll_out(world, pulse, step)
         world.allgather(step)
     pulse.close()
-    world.finalize_mpi_all_ranks()
+    world.finalise_mpi_all_ranks()
     return watch.record_exit_status(0)
 
 rank = launched_rank(os.environ)

@@ -134,7 +134,7 @@ def forget_sums(world: World) -> bool:
 
 
 def fail_on(world: World, failing: int) -> list[str]:
-    """What ``run_on_all_ranks`` and ``once`` return or raise on this rank when rank ``failing`` fails in its work."""
+    """What ``run_on_all_ranks`` and ``run_first_and_broadcast`` return or raise on this rank when rank ``failing`` fails in its work."""
 
     def write() -> int:
         if world.rank == failing:
@@ -182,7 +182,7 @@ def use_world() -> dict[str, Any]:
         "buffers": forget_sums(world), "failures": [fail_on(world, failing) for failing in FAILING_RANKS],
         "vote": vote(world),
     }  # fmt: skip
-    world.finalize_mpi_all_ranks()
+    world.finalise_mpi_all_ranks()
     return found
 
 

@@ -125,7 +125,7 @@ def take_steps(job: Job, follow: Callable[[int], None] | None, reporter: Reporte
     if saved < step:  # so that nothing is replayed twice
         saved = save_checkpoint(job, step, saved)
     check_owner_all_ranks(world, job.folder.status, BEAT.start_name)
-    world.run_first_and_broadcast(lambda: remove_replaced_step_files(job, step))
+    world.run_first_and_broadcast(lambda: take_back_replaced_steps(job, step))
     judged = evaluate_and_track(job, evaluation, follow, step, reporter)
     timer = PhaseTimer()
     while step < config.run.num_steps:
@@ -176,7 +176,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
             reporter.show_phase(step, "reward")
         with timer("reward"):
             rewards = outcome.scorer.judge_and_wait_for_rewards(outcome.rollouts)
-            check_responses_judged(job.world, step, outcome)
+            check_responses_judged_all_ranks(job.world, step, outcome)
             rollouts, scores = gather_step_rollouts(job, outcome.rollouts, rewards)
         if shows:
             reporter.show_phase(step, "update")
@@ -199,7 +199,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         "drafter/why": outcome.idle_work.why if job.drafting or outcome.idle_work.ahead else "no learned drafter",
     }
     job.tail_plan.add_step_metrics(line)
-    write_step_logs(job.world, job.folder, step, record, line)
+    write_and_commit_step_all_ranks(job.world, job.folder, step, record, line)
     if shows:
         reporter.show_step(line)
         if warning := job.mismatch.warning_for_step(line[PROBS_DIFF], line[K3]):
@@ -236,7 +236,7 @@ def merging_drafters(job: Job, trains_drafter: bool) -> Iterator[None]:
     job.load_engine_drafter()
 
 
-def remove_replaced_step_files(job: Job, step: int) -> None:
+def take_back_replaced_steps(job: Job, step: int) -> None:
     """Remove what steps from ``step`` on are about to write again, unless none is to be done; on rank 0."""
     if step < job.config.run.num_steps and not job.world.stop_requested:
         # logs that are about to be replaced are no committed step's
@@ -244,7 +244,7 @@ def remove_replaced_step_files(job: Job, step: int) -> None:
         job.folder.finished.unlink(missing_ok=True)  # of fewer steps
 
 
-def write_step_logs(world: World, folder: RunFolder, step: int, record: StepRecord, line: Line) -> None:
+def write_and_commit_step_all_ranks(world: World, folder: RunFolder, step: int, record: StepRecord, line: Line) -> None:
     """Collective. Write each rank's log of a step, then the step's line."""
     check_owner_all_ranks(world, folder.status, BEAT.start_name)
     world.run_on_all_ranks(lambda: write_step(folder.rollout_log(step, world.rank), record))
@@ -259,13 +259,13 @@ def commit_step(folder: RunFolder, num_ranks: int, step: int, line: Line) -> Non
     """
     confirm = partial(check_owner, folder.status, BEAT.start_name)
     confirm()
-    drop_foreign_logs(folder, num_ranks, step)
+    remove_foreign_logs(folder, num_ranks, step)
     # again: a start that was stopped for long meanwhile would remove the lines of the one that has taken over
     add_line(folder.metrics, line, confirm)
     remove_kept_responses(folder)
 
 
-def check_responses_judged(world: World, step: int, outcome: RolloutOutcome) -> None:
+def check_responses_judged_all_ranks(world: World, step: int, outcome: RolloutOutcome) -> None:
     """Collective. Warn of responses that could not be judged, and end a run that has no others.
 
     Raises:
@@ -382,7 +382,10 @@ def make_step_record(
         strategy_tokens=tokens,
         decisions=strategy_decisions(counts),
         spans=counts.spans,
-        phases=(*(PhaseSpan(*span) for span in timer.take_spans()), *(PhaseSpan(AHEAD, *s) for s in outcome.ahead_spans)),
+        phases=(
+            *(PhaseSpan(*span) for span in timer.take_spans()),
+            *(PhaseSpan(AHEAD, *s) for s in outcome.ahead_spans),
+        ),
         guarded_near_ties=counts.num_guarded,
         metrics={
             "rollout/preemptions": float(counts.num_preempted),
@@ -430,7 +433,7 @@ def strategy_decisions(counts: EngineCounts) -> NDArray[np.int32]:
     return rounds
 
 
-def drop_foreign_logs(folder: RunFolder, num_ranks: int, step: int) -> None:
+def remove_foreign_logs(folder: RunFolder, num_ranks: int, step: int) -> None:
     """Remove a step's files of ranks that are no more: a run resumed on fewer of them has written the step again."""
     foreign = [path for path in folder.rollout_logs(step) if rank_of(path) >= num_ranks]
     for path in foreign:

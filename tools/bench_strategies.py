@@ -41,11 +41,11 @@ def bench_strategies(options: argparse.Namespace) -> None:
     """Print the rates of a job's rollouts, by batch size."""
     from tlt_hpc.config import load_config
     from tlt_hpc.mpi.world import World
-    from tlt_hpc.plan.inputs import read_assets_once
+    from tlt_hpc.plan.inputs import read_and_broadcast_assets
     from tlt_hpc.run.session import load_model_weights, open_session
 
     config, world = load_config(options.config, options.overrides), World.connect()
-    assets = read_assets_once(config, 1, world.node_group)
+    assets = read_and_broadcast_assets(config, 1, world.node_group)
     with closing(open_session(config, world, assets)) as session:
         load_model_weights(session)
         for batch in options.batches:
@@ -53,7 +53,7 @@ def bench_strategies(options: argparse.Namespace) -> None:
             size = batch * (options.sequences_per_row or 0) or usual
 
             def draw(step: int, size: int = size) -> list[Request]:
-                prompts = chain.from_iterable(assets.prompts.read_step_prompts(i) for i in count(step))
+                prompts = chain.from_iterable(assets.prompts.draw_step_prompts(i) for i in count(step))
                 return requests_of((prompt.tokens for prompt in islice(prompts, size)), step, Stream.EVALUATION)
 
             compare_strategies(session, batch, [draw(FIRST_STEP * (turn + 1)) for turn in range(options.repeats + 1)])
@@ -66,7 +66,7 @@ def compare_strategies(session: Any, batch: int, turns: list[list[Request]]) -> 
     from tlt_hpc.run.job import read_initial_drafter
     from tlt_hpc.studies.compare import num_mismatched
 
-    settings, weights = session.settings(), None
+    settings, weights = session.engine_settings(), None
     if any(strategy.has_drafter for strategy in settings.strategies):
         weights = read_initial_drafter(session.config, session.decoder.shape, session.world.node_group)
         if weights is None:

@@ -167,7 +167,9 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
             for _ in range(MICRO_STEPS):
                 job.drafting.spot.take_micro_step()
     close_feature_cache(job.drafting, outcome.stopped)
-    rollouts, scores = gather_step_rollouts(job, outcome.rollouts, outcome.scorer.judge_and_wait_for_rewards(outcome.rollouts))
+    rollouts, scores = gather_step_rollouts(
+        job, outcome.rollouts, outcome.scorer.judge_and_wait_for_rewards(outcome.rollouts)
+    )
     job.engine.release_pages()
     with meter.phase("update"):
         with merging_drafters(job, outcome.idle_work.trains):

@@ -30,7 +30,7 @@ PLACES = {
     "checkpoint": "tlt_hpc.checkpoint.save write_safetensors_file",
     "update": "tlt_hpc.rl.policy Policy.update",
     "replay": "tlt_hpc.run.replay update_policy",
-    "resume": "tlt_hpc.run.rollout_loop open_keeper_read_kept",
+    "resume": "tlt_hpc.run.rollout_loop open_keeper_all_ranks",
     "ahead": "tlt_hpc.rl.ahead_generation AheadGeneration.generate_ahead_slice",
     "gather": "tlt_hpc.train gather_rollouts",
 }

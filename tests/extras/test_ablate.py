@@ -113,7 +113,7 @@ def test_arms_run_in_order_and_a_second_start_runs_only_the_missing_ones(tmp_pat
         return RunResult(0, config.run.num_steps, True, "same", "")
 
     monkeypatch.setattr(study, "run_training", fake_run)
-    monkeypatch.setattr(study, "measure_accept_lengths", lambda ablation, world: {})
+    monkeypatch.setattr(study, "measure_accept_lengths_all_ranks", lambda ablation, world: {})
     world, ablation = World.connect(), plan(tmp_path, arms="plain,frozen,tail")
     assert study.ablate(ablation, world, nullcontext) is None
     for wanted in (["warm-up", "plain", "frozen", "warm-up", "frozen", "tail"], []):

@@ -15,7 +15,7 @@ from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.models.weight_files import weight_files, weights_digest
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.world import World
-from tlt_hpc.storage.folder import RunFolder, atomic_write, wait_for_listed_files
+from tlt_hpc.storage.folder import RunFolder, writing_atomically, wait_for_listed_files
 from tlt_hpc.storage.records import Environment, add_environment, read_record, write_json
 
 MODEL = "model.path"
@@ -44,12 +44,12 @@ def claim_run_folder_all_ranks(
         folder.make_missing_folders()
         claim_owner(folder.status, BEAT.start_name)
         warn_and_clear_last_end(folder.status, BEAT.start_name)
-        with atomic_write(folder.config) as path:
+        with writing_atomically(folder.config) as path:
             path.write_text(to_toml(config), encoding="utf-8")
         if prompts is not None:
-            write_or_check_fingerprints(
+            check_and_write_fingerprints(
                 folder.path,
-                {**prompts.fingerprints(), **base_model_fingerprints(config, find_model(config.model.path))},
+                {**prompts.fingerprints(), **digest_base_model(config, find_model(config.model.path))},
             )
         if environment is not None:
             add_environment(folder.environment, environment)
@@ -70,7 +70,7 @@ def _check_ranks_agree(config: Config, name: str, writer: str, prompts: PromptSo
 
     A save would otherwise wait for ever, and ranks would generate, and score, different prompts as one.
     """
-    drawn = [] if prompts is None else prompts.read_step_prompts(0)
+    drawn = [] if prompts is None else prompts.draw_step_prompts(0)
     digest = sha256(b"".join(prompt.tokens.tobytes() + prompt.answer.encode() for prompt in drawn)).digest()
     hidden = world.run_on_all_ranks(lambda: wait_for_listed_files(config.folder, {name}))
     seen = world.allgather((world.hostname, not hidden, digest))
@@ -90,8 +90,8 @@ def _check_ranks_agree(config: Config, name: str, writer: str, prompts: PromptSo
 FILE = "data.json"
 
 
-def write_or_check_fingerprints(folder: Path, facts: Mapping[str, str]) -> None:
-    """Write the fingerprints ``facts`` to a run's folder, or compare them with those that are there.
+def check_and_write_fingerprints(folder: Path, facts: Mapping[str, str]) -> None:
+    """Compare the fingerprints ``facts`` with those in a run's folder, then write them.
 
     Raises:
         UserError: they differ, or the file is damaged or cannot be written.
@@ -114,7 +114,7 @@ def write_or_check_fingerprints(folder: Path, facts: Mapping[str, str]) -> None:
     write_json(path, dict(facts))
 
 
-def base_model_fingerprints(config: Config, model: Path) -> dict[str, str]:
+def digest_base_model(config: Config, model: Path) -> dict[str, str]:
     """Facts of the model that a run begins with, by name; none where its checkpoints hold all that it needs of it.
 
     Adapters are merged into that model, and it is the reference that a divergence is measured from: with another one a

@@ -43,7 +43,7 @@ from torch import Tensor
 from tlt_hpc.common.files import LINES_BYTES, adding_path_to_errors, os_error_text, read_bytes, sampled_digest
 from tlt_hpc.config import UserError
 from tlt_hpc.models.piece import Cut
-from tlt_hpc.models.weight_files import opening_tensor_reader
+from tlt_hpc.models.weight_files import opening_safetensors
 from tlt_hpc.storage.folder import sync
 
 JSON = Any
@@ -221,7 +221,7 @@ class Checkpoint:
             tensor = values[0] if len(values) == 1 else torch.cat(values).view(placed.shape)
             return tensor if cut is None else cut.cut_from(name, tensor)
 
-        with opening_tensor_reader(remedy) as read_piece:
+        with opening_safetensors(remedy) as read_piece:
             yield read
 
 

@@ -23,7 +23,7 @@ from tlt_hpc.models.weight_files import (
     StoredTensor,
     expert_places,
     is_fused_expert_name,
-    opening_tensor_reader,
+    opening_safetensors,
     read_headers,
     weights_digest,
 )
@@ -107,7 +107,7 @@ class PolicyWeights:
     @contextmanager
     def open_weight_reader(self) -> Iterator[Callable[[str], Tensor]]:
         """A function that reads a weight by its name: float32 masters, or with adapters in the run's precision."""
-        with self.checkpoint.open_tensor_reader("policy") as trained, opening_tensor_reader(UNREADABLE) as stored:
+        with self.checkpoint.open_tensor_reader("policy") as trained, opening_safetensors(UNREADABLE) as stored:
             last_experts = lru_cache(maxsize=2)(lambda fused: trained(fused + _MASTER))  # of a layer, once for each
 
             def read(name: str) -> Tensor:

@@ -118,7 +118,7 @@ class Save(threading.Thread):
         files = [self._write_part(part, [each for each in self._held if each.part == part]) for part in parts]
         self._write_file_list(files)
         if self._rank == 0:
-            self._finalize_checkpoint(
+            self._finalise_checkpoint(
                 [file for path in self._wait_for_file_lists() for file in _LIST.validate_json(path.read_bytes())]
             )
 
@@ -150,7 +150,7 @@ class Save(threading.Thread):
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return wanted
 
-    def _finalize_checkpoint(self, files: Sequence[ListedFile]) -> None:
+    def _finalise_checkpoint(self, files: Sequence[ListedFile]) -> None:
         """Make a checkpoint of all ranks' files, and remove those beyond ``keep``."""
         if self.final.exists() and try_open(self.final, self._step, "replacing"):
             shutil.rmtree(self._part)

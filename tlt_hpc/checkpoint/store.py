@@ -4,7 +4,7 @@ A checkpoint is a folder ``step-000010`` of safetensors files, one writer each, 
 It is written as ``step-000010.part`` and renamed when it is whole, so a folder under its final name is complete unless
 the disk has lost something.
 
-The main thread copies this rank's share to host memory (``start_save_all_ranks``) and continues; a thread of each rank
+The main thread copies this rank's share to host memory (``begin_save_all_ranks``) and continues; a thread of each rank
 writes it (``save.py``). All ranks learn in ``end_save_if_all_done`` what became of it, from each rank's
 ``poll_save_state``: the main loop adds that to a collective that it has anyway.
 """
@@ -84,7 +84,7 @@ class CheckpointStore:
         """True while a save is in progress, as of the last ``end_save_if_all_done``; the same on all ranks."""
         return self._save is not None
 
-    def start_save_all_ranks(
+    def begin_save_all_ranks(
         self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]
     ) -> None:
         """Collective. Copy what is to be saved, and start to write it.
@@ -171,15 +171,15 @@ class CheckpointStore:
         self._is_abandoned = True
 
     def save(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> Path:
-        """Collective. ``start_save_all_ranks`` and ``wait_for_save``; return the folder of the checkpoint.
+        """Collective. ``begin_save_all_ranks`` and ``wait_for_save``; return the folder of the checkpoint.
 
         An undamaged checkpoint of the step is left as it is: a run's state at a step is one and the same.
 
         Raises:
-            UserError: as ``start_save_all_ranks`` and ``end_save_if_all_done``.
+            UserError: as ``begin_save_all_ranks`` and ``end_save_if_all_done``.
         """
         self.wait_for_save(world)
-        self.start_save_all_ranks(step, world, shards, state)
+        self.begin_save_all_ranks(step, world, shards, state)
         self.wait_for_save(world)
         return self._folder / f"step-{step:06d}"
 

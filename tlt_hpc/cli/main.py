@@ -295,5 +295,5 @@ def run_on_all_ranks(config: Config, options: argparse.Namespace, flag: StopFlag
     from tlt_hpc.rl.distributed import leave_process_group
 
     leave_process_group()
-    world.finalize_mpi_all_ranks()  # a non-zero status ends the other ranks: not before the last word is out
+    world.finalise_mpi_all_ranks()  # a non-zero status ends the other ranks: not before the last word is out
     return status

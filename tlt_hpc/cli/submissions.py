@@ -245,7 +245,7 @@ def member_result_rows(
         until = min((end for end in ends if end is not None), default=None)
         row = read_run_row(member.name, each.state, place, until)
         if each.state == UNKNOWN:
-            row = row._replace(state=read_run_state(place))
+            row = row._replace(state=read_state_text_or_unknown(place))
         elif row.steps is None:  # a warm-up
             row = row._replace(state=each.state + read_accept_length_text(place))
         owner = read_owner(place / "status")
@@ -254,7 +254,7 @@ def member_result_rows(
     return rows
 
 
-def read_run_state(place: Path) -> str:
+def read_state_text_or_unknown(place: Path) -> str:
     """Return the state of the run in a folder by its own files."""
     try:
         return read_state_text(place)

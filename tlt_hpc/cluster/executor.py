@@ -70,11 +70,11 @@ def _executor(folder: Path, parameters: Mapping[str, Any]) -> Any:
     except RuntimeError:
         raise UserError("no srun on PATH, so there is no Slurm here; call this on the cluster") from None
     executor.update_parameters(**parameters)
-    remove_sbatch_variables(os.environ, (*_OWN, *parameters["additional_parameters"]))
+    remove_overruling_variables(os.environ, (*_OWN, *parameters["additional_parameters"]))
     return executor
 
 
-def remove_sbatch_variables(environment: MutableMapping[str, str], options: Iterable[str]) -> None:
+def remove_overruling_variables(environment: MutableMapping[str, str], options: Iterable[str]) -> None:
     """Remove sbatch's variables for these options: they would overrule the lines of the script that it is given.
 
     And what tells which member of an array, and which start, of a job this may run in: the job would inherit it, and

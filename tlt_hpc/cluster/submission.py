@@ -19,7 +19,7 @@ from tlt_hpc.cluster.slurm import parse_slurm_time
 from tlt_hpc.cluster.stopping import AGAIN, seconds_before_limit
 from tlt_hpc.common.files import DamagedText, Moment, read_json
 from tlt_hpc.config import Config, ConfigError, load_config
-from tlt_hpc.storage.folder import atomic_write
+from tlt_hpc.storage.folder import writing_atomically
 
 FILE = "submission.json"
 SUBMITTED = Path("runs") / "submitted"
@@ -241,7 +241,7 @@ def save(submission: Submission) -> None:
         WriteError: no room or no permission.
     """
     submission.jobs_folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(submission.folder / FILE) as part:
+    with writing_atomically(submission.folder / FILE) as part:
         part.write_text(json.dumps(dataclasses.asdict(submission), indent=1, default=str) + "\n", encoding="utf-8")
 
 

@@ -31,11 +31,11 @@ _REFILL_STRIDE = 4
 class PromptSource(Protocol):
     """A source of the prompts of a step."""
 
-    def read_step_prompts(self, step: int) -> list[Prompt]:
+    def draw_step_prompts(self, step: int) -> list[Prompt]:
         """The prompts of a step, in draw order."""
         ...
 
-    def read_replacement_prompts(self, step: int, count: int) -> list[Prompt]:
+    def draw_refill_prompts(self, step: int, count: int) -> list[Prompt]:
         """The first ``count`` of the prompts that replace a step's zero-variance groups; fewer are the beginning of
         more."""
         ...
@@ -80,11 +80,11 @@ class GcdPrompts:
     def __init__(self, tokenizer: Tokenizer, seed: int, prompts_per_step: int) -> None:
         self._tokenizer, self._seed, self._count = tokenizer, seed, prompts_per_step
 
-    def read_step_prompts(self, step: int) -> list[Prompt]:
+    def draw_step_prompts(self, step: int) -> list[Prompt]:
         """The prompts of a step, in draw order."""
         return self._draw(f"gcd/train/{self._seed}/{step}", self._count)
 
-    def read_replacement_prompts(self, step: int, count: int) -> list[Prompt]:
+    def draw_refill_prompts(self, step: int, count: int) -> list[Prompt]:
         """The first ``count`` prompts that replace a step's groups without variance."""
         return self._draw(f"gcd/train/{self._seed}/{step}/refill", count)
 
@@ -150,7 +150,7 @@ class FilePrompts:
             )
         )
 
-    def read_step_prompts(self, step: int) -> list[Prompt]:
+    def draw_step_prompts(self, step: int) -> list[Prompt]:
         """The prompts of a step, in draw order.
 
         Raises:
@@ -158,7 +158,7 @@ class FilePrompts:
         """
         return list(map(self._reader.read, self._step_rows(step)))
 
-    def read_replacement_prompts(self, step: int, count: int) -> list[Prompt]:
+    def draw_refill_prompts(self, step: int, count: int) -> list[Prompt]:
         """The first ``count`` prompts that replace a step's groups without variance."""
         return list(map(self._reader.read, self._row_refills.rows(step, self._step_rows(step), count)))
 
@@ -197,13 +197,13 @@ class SharedPrompts:
     def __init__(self, source: PromptSource | None, once: Callable[[Callable[[], list[Prompt]]], list[Prompt]]) -> None:
         self._source, self._once = source, once
 
-    def read_step_prompts(self, step: int) -> list[Prompt]:
+    def draw_step_prompts(self, step: int) -> list[Prompt]:
         """Collective on the node: the prompts of a step, in draw order."""
-        return self._once(lambda: self._own_source.read_step_prompts(step))
+        return self._once(lambda: self._own_source.draw_step_prompts(step))
 
-    def read_replacement_prompts(self, step: int, count: int) -> list[Prompt]:
+    def draw_refill_prompts(self, step: int, count: int) -> list[Prompt]:
         """Collective on the node: the first ``count`` prompts that replace a step's groups without variance."""
-        return self._once(lambda: self._own_source.read_replacement_prompts(step, count))
+        return self._once(lambda: self._own_source.draw_refill_prompts(step, count))
 
     def fingerprints(self) -> Mapping[str, str]:
         """Hashes, by name, of the data; on a node's first rank alone, such as rank 0."""

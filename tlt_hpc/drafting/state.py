@@ -116,7 +116,7 @@ class TrainedDrafter:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore ``host_state_copy``, also one that was averaged over another span.
+        """Restore a ``host_state_copy``, also one that was averaged over another span.
 
         Raises:
             UserError: a tensor is missing or has another shape, or the layer other settings.

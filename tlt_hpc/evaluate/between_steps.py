@@ -25,7 +25,7 @@ from tlt_hpc.config.sections import EvaluationSection
 from tlt_hpc.data.evaluation_sets import EvaluationSet, joined_set_warnings, longest_response_tokens
 from tlt_hpc.data.rows import digest_of
 from tlt_hpc.evaluate.exam import Exam, generate_answers_all_ranks, make_exam_all_ranks
-from tlt_hpc.evaluate.folder import NEVER_SAMPLED, WEIGHTS, EvaluationFolder, step_folder, weights_fingerprint
+from tlt_hpc.evaluate.folder import NEVER_SAMPLED, WEIGHTS, EvaluationFolder, step_folder, digest_weights
 from tlt_hpc.evaluate.tally import Results, aggregate_responses
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import find_model
@@ -72,10 +72,10 @@ def evaluate_policy_all_ranks(
     """
     start = time.perf_counter()
     folder, log = EvaluationFolder(step_folder(job.folder, step)), job.folder.path / "evaluations.jsonl"
-    fingerprint = weights_fingerprint(job.policy.gather_named_weights(), job.engine.decoder.shape.tied_head)
+    fingerprint = digest_weights(job.policy.gather_named_weights(), job.engine.decoder.shape.tied_head)
     facts = evaluation_settings(job.config, job.assets, exam.sets, fingerprint)
     # a run that steps were taken back from, or whose settings have changed, comes by the same step again
-    done = job.world.run_first_and_broadcast(lambda: folder.save_or_compare_settings(facts, replaces=True))
+    done = job.world.run_first_and_broadcast(lambda: folder.check_and_save_settings(facts, replaces=True))
     if exam.missing_requests(done):
         learned = job.engine.chooser.acceptance.state()
         job.engine.outbox.set_sink(None)  # the drafter learns from the policy's own rollouts

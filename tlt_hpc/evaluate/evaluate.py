@@ -158,7 +158,7 @@ def claim_evaluation_folder(folder: EvaluationFolder, facts: dict[str, object]) 
     Raises:
         UserError: it is another evaluation's.
     """
-    done = folder.save_or_compare_settings(facts)
+    done = folder.check_and_save_settings(facts)
     make_folder(folder.status)
     claim_owner(folder.status, BEAT.start_name)
     warn_and_clear_last_end(folder.status, BEAT.start_name)

@@ -44,8 +44,8 @@ class EvaluationFolder:
         self.status = path / "status"
         """What each rank does, or did when it ended."""
 
-    def save_or_compare_settings(self, facts: Mapping[str, Any], replaces: bool = False) -> set[SampleKey]:
-        """Save what the responses depend on, or compare it with what is there; data sets may be added.
+    def check_and_save_settings(self, facts: Mapping[str, Any], replaces: bool = False) -> set[SampleKey]:
+        """Compare what the responses depend on with what is there, then save it; data sets may be added.
 
         Returns the keys of the responses that are there.
 
@@ -111,7 +111,7 @@ def step_folder(run: RunFolder, step: int) -> Path:
     return run.path / FOLDER / f"step-{step:06d}"
 
 
-def weights_fingerprint(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:
+def digest_weights(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:
     """A digest of weights, of any shapes and in any order: of elements spread evenly over each tensor.
 
     Training changes all of them, if only in the last bits.

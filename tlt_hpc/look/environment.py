@@ -60,7 +60,7 @@ def processor_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def describe_start_environment(
+def collect_start_environment(
     world: World,
     places: Sequence[RankPlace],
     cuda: str,

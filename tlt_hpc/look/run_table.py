@@ -15,7 +15,7 @@ from tlt_hpc.look.columns import COLUMNS, SCORE
 from tlt_hpc.look.cost import Cost, cost_of
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.series import change_of
-from tlt_hpc.storage.folder import WriteError, atomic_write
+from tlt_hpc.storage.folder import WriteError, writing_atomically
 
 _OPTIONAL = ("restarts", "log")
 """Columns that are left out where no run has a value."""
@@ -105,7 +105,7 @@ def write_csv(path: Path, rows: Sequence[RunRow], settings: Sequence[Mapping[str
         UserError: no room or no permission.
     """
     try:
-        with atomic_write(path) as part:
+        with writing_atomically(path) as part:
             part.write_text(as_csv(rows, settings), encoding="utf-8")
     except WriteError as error:
         raise UserError(f"{error.fact}; make room there or give another --output") from None

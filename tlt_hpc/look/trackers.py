@@ -51,13 +51,13 @@ class TrackerThread:
 
     def enqueue_calls(self, calls: Sequence[Callable[[], None]]) -> None:
         """Have ``calls`` called in this order, after earlier ones; returns at once."""
-        if self.is_active_else_drop() and calls:
+        if self.is_active_else_stop() and calls:
             try:
                 self._calls.put_nowait(calls)
             except Full:
                 self.warn_and_stop(f"is more than {MAX_BEHIND} steps behind")
 
-    def is_active_else_drop(self) -> bool:
+    def is_active_else_stop(self) -> bool:
         """True if it may still call something; not if a call takes too long, of which this warns."""
         if time.monotonic() - self._called_at > ANSWER_SECONDS:
             self.warn_and_stop(f"has not answered for {ANSWER_SECONDS:.0f} s")

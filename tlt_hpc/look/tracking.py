@@ -19,7 +19,7 @@ from tlt_hpc.common.files import DamagedText, read_json
 from tlt_hpc.common.formatting import FIRST_STEP
 from tlt_hpc.config import Config, RunSection
 from tlt_hpc.look.trackers import ANSWER_SECONDS, Figures, Tracker, TrackerThread, tracker_of
-from tlt_hpc.storage.folder import RunFolder, atomic_write
+from tlt_hpc.storage.folder import RunFolder, writing_atomically
 from tlt_hpc.storage.step_lines import Line, read_lines
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Tracking:
 
         A tracker that fails or does not answer causes a warning and is not used again until the next start.
         """
-        if not self._waiting and not any(worker.is_active_else_drop() for worker in self._workers.values()):
+        if not self._waiting and not any(worker.is_active_else_stop() for worker in self._workers.values()):
             return
         lines = read_lines(self._folder.metrics, 0 if self._waiting else self._num_queued)
         if self._waiting:
@@ -85,7 +85,7 @@ class Tracking:
         workers, self._workers = self._workers, {}
         for name, worker in workers.items():
             worker.enqueue_calls([partial(self._close, name, failed), worker.end])
-        while any(worker.is_active_else_drop() for worker in workers.values()) and seconds_left() > 0:
+        while any(worker.is_active_else_stop() for worker in workers.values()) and seconds_left() > 0:
             time.sleep(_POLL_SECONDS)
         for name, worker in workers.items():
             worker.warn_and_stop("had no time left to end")
@@ -120,7 +120,7 @@ class Tracking:
             state = {key: value for key, value in self._state.items() if key not in (name, f"{name}_id")}
             state |= {name: given, f"{name}_id": run_id} if run_id else {}
             if state != self._state:
-                with atomic_write(self._folder.tracking) as part:
+                with writing_atomically(self._folder.tracking) as part:
                     part.write_text(json.dumps(state) + "\n", encoding="utf-8")
                 self._state = state
 

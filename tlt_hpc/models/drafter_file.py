@@ -23,7 +23,7 @@ from tlt_hpc.models.piece import read_and_broadcast_all
 from tlt_hpc.models.shape import ModelShape, check_eagle3_layers
 from tlt_hpc.models.weight_files import DRAFTER_FILE as DRAFTER_FILE
 from tlt_hpc.models.weight_files import TAKE_DRAFTER, find_drafter, find_initial_drafter, open_safetensors
-from tlt_hpc.storage.folder import atomic_write
+from tlt_hpc.storage.folder import writing_atomically
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import NodeGroup
@@ -53,10 +53,12 @@ def read_drafter(place: str, shape: ModelShape, asked: str) -> dict[str, Tensor]
         raise UserError(f"{asked}: {error}") from None
     if TOKEN_IDS in stored:
         check_eagle3_layers(shape, asked)
-    return {tensor_name_in_file(name): tensor for name, tensor in check_drafter_tensors(stored, shape, asked).items()}
+    return {
+        tensor_name_in_file(name): tensor for name, tensor in select_and_check_tensors(stored, shape, asked).items()
+    }
 
 
-def check_drafter_tensors(stored: Mapping[str, Tensor], shape: ModelShape, asked: str) -> dict[str, Tensor]:
+def select_and_check_tensors(stored: Mapping[str, Tensor], shape: ModelShape, asked: str) -> dict[str, Tensor]:
     """The drafter's tensors among those of a file, of the shapes of ``drafter_sizes`` or ``eagle3_sizes``, by name.
 
     Raises:
@@ -89,7 +91,7 @@ def write_drafter(folder: Path, state: dict[str, Tensor]) -> None:
     Raises:
         WriteError: the disk refused; the one before stays.
     """
-    with atomic_write(folder / DRAFTER_FILE) as part:
+    with writing_atomically(folder / DRAFTER_FILE) as part:
         try:
             save_file(state, part)
         except SafetensorError as error:  # has what the system said as text alone

@@ -24,7 +24,7 @@ class Piece:
     """The elements ``start`` to ``stop_index`` of a tensor of the given shape, counted flat."""
 
     values: Tensor
-    """[stop - start], not a copy."""
+    """[stop_index - start], not a copy."""
     start: int
     shape: tuple[int, ...]
 

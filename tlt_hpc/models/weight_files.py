@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 _TORCH_FILE_ERRORS = ("unable to open file", "unable to mmap", "Error closing file")
 UNREADABLE = "start again once its disk works, or download it again"
 _MOST_MAPPED, _MAPPED_A_FILE = 2**30, 2**26
-"""Bytes that ``opening_tensor_reader`` reads until it opens its files again: what was read stays mapped until then. At
+"""Bytes that ``opening_safetensors`` reads until it opens its files again: what was read stays mapped until then. At
 ZeRO stage 3 each of a checkpoint's hundreds of files has a piece of every tensor, so more is read of more files."""
 SINGLE, TORCH_FILE = "model.safetensors", "pytorch_model.bin"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -70,7 +70,7 @@ def naming_file_in_errors(file: Path, remedy: str) -> Iterator[None]:
 
 
 @contextmanager
-def opening_tensor_reader(remedy: str) -> Iterator[Callable[[Path, str], Any]]:
+def opening_safetensors(remedy: str) -> Iterator[Callable[[Path, str], Any]]:
     """A function that reads one tensor of a safetensors file; files stay open until the end.
 
     On a shared file system, to open a file for each of hundreds of tensors would take longer than to read them.

@@ -22,7 +22,7 @@ from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, read_record, status_file
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import Count, DamagedText, Moment, read_json
-from tlt_hpc.storage.folder import atomic_write, sync
+from tlt_hpc.storage.folder import writing_atomically, sync
 
 QUIET_SECONDS = 12.0
 """No live rank leaves its record unchanged for so long, even on a file system that caches writes."""
@@ -79,7 +79,7 @@ def claim_owner(status: Path, start: str) -> None:
         )
     own = Owner(start, socket.gethostname(), os.getpid(), job, restarts, BEAT.ends_at)
     claim = status / f"owner-{start}"  # two starts that claim at the same moment write different files
-    with atomic_write(claim) as path:
+    with writing_atomically(claim) as path:
         path.write_text(json.dumps(asdict(own)), encoding="utf-8")
     claim.replace(status / "owner")
     sync(status)

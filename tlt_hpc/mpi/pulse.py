@@ -1,7 +1,7 @@
 """The pulse: a repeated nonblocking exchange of every rank's status during a rollout.
 
 One allgather of a small fixed record per rank is pending at any time of a rollout. A rank posts the next round only
-after it has seen the result of the last one, and none after a roster that is ``is_over``. So all ranks see the same
+after it has seen the result of the last one, and none after a roster that is over. So all ranks see the same
 rosters, leave the rollout in the same round with nothing pending, and rounds of two rollouts cannot mix.
 """
 

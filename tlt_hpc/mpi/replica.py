@@ -36,7 +36,7 @@ class Replica:
         self.number, self.index = divmod(world.rank, size)
         self._comm: MPI.Comm | None = None
         if size > 1:
-            everyone = world.duplicate_comm()
+            everyone = world.duplicate_comm_all_ranks()
             self._comm = everyone.Split(self.number, self.index)
             everyone.Free()
 
@@ -90,7 +90,9 @@ class ReplicaPulse(Pulse):
 
     def poll(self, status: Status) -> Roster:
         """As ``Pulse.poll``; collective over the replica while it is BUSY or AHEAD."""
-        assert self._seen is not None and self._last_running is not None, "poll outside a rollout: call begin first"
+        assert self._seen is not None and self._last_running is not None, (
+            "poll outside a rollout: call begin_rollout first"
+        )
         roster = self._seen if self._seen.is_over else super().poll(status)
         is_leaving = self._replica.is_over = roster.is_over
         if status.state in (State.BUSY, State.AHEAD):

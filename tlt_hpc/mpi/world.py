@@ -247,7 +247,7 @@ class World(NodeGroup):
         """Sleep until every rank has called this."""
         wait_for_request(self._comm.Ibarrier(), "barrier")
 
-    def duplicate_comm(self) -> MPI.Comm:
+    def duplicate_comm_all_ranks(self) -> MPI.Comm:
         """A duplicate of the world's communicator for one owner alone; collective."""
         return _duplicate(self._comm)
 
@@ -278,7 +278,7 @@ class World(NodeGroup):
         self.flag.install_signal_handlers()
         self.flag.is_answered = True
 
-    def finalize_mpi_all_ranks(self) -> None:
+    def finalise_mpi_all_ranks(self) -> None:
         """Have all ranks end together, and MPI with them, so that each rank exits with its own status; collective."""
         self.flag.ignore_time_limit_signal()
         self.barrier()

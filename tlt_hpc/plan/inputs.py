@@ -139,10 +139,10 @@ def check_weights_read_end_tokens(folder: Path, shape: ModelShape) -> tuple[int,
     return end_token_ids(folder, shape)
 
 
-def read_assets_once(config: Config, num_ranks: int, node: NodeGroup) -> Assets:
+def read_and_broadcast_assets(config: Config, num_ranks: int, node: NodeGroup) -> Assets:
     """``read_assets`` on the node's first rank, for all its ranks; that rank also reads the prompts of every step.
 
-    Collective over the node, as the prompts' ``read_step_prompts`` and ``read_replacement_prompts`` are.
+    Collective over the node, as the prompts' ``draw_step_prompts`` and ``draw_refill_prompts`` are.
 
     Raises:
         ValueError: as ``read_assets``, on all the node's ranks.

@@ -52,7 +52,7 @@ def plan_updates(
     plans = []
     costs = [length * (1 + length / attention_crossover_tokens) for length in lengths]
     for indices in mini_batches(len(lengths), num_updates):
-        shares = balance_over_ranks(indices, costs, num_ranks)
+        shares = split_by_cost(indices, costs, num_ranks)
         cuts = [cut_micro_batches(share, lengths, token_budget) for share in shares]
         most = max(len(cut) for cut in cuts)
         plans.append([cut + [()] * (most - len(cut)) for cut in cuts])
@@ -65,7 +65,7 @@ def mini_batches(num_samples: int, num_updates: int) -> list[Indices]:
     return [tuple(range(update, num_samples, num_updates)) for update in range(num_updates)]
 
 
-def balance_over_ranks(indices: Sequence[int], costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+def split_by_cost(indices: Sequence[int], costs: Sequence[float], num_ranks: int) -> list[list[int]]:
     """Distribute samples over ranks by cost: the most expensive first, each to the rank with the least so far."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap: ranks and samples grow together

@@ -53,7 +53,7 @@ def join_process_group(world: World, device_type: Literal["cpu", "cuda"]) -> Non
     if backend == "gloo" and device_type == "cuda" and world.rank == 0:
         logger.warning("ranks share a GPU: they communicate by gloo, through host memory, as NCCL refuses them")
     has_network = backend == "nccl" and len(set(world.allgather(world.hostname))) > 1
-    log = world.run_on_all_ranks(partial(_start_network_log, world)) if has_network else None
+    log = world.run_on_all_ranks(partial(_enable_nccl_log_on_node, world)) if has_network else None
     torch.distributed.init_process_group(
         backend,
         store=_open_store(world),
@@ -88,7 +88,7 @@ def _connect_by_all_reduce(device_type: str) -> None:
     assert met.item() == torch.distributed.get_world_size(), f"{met.item()} ranks have met"
 
 
-def _start_network_log(world: World) -> Path | None:
+def _enable_nccl_log_on_node(world: World) -> Path | None:
     return None if world.local_rank else enable_nccl_log(os.environ)
 
 
@@ -281,7 +281,7 @@ def frozen_deepspeed_settings(config: Config, num_ranks: int, device_type: str) 
     return settings
 
 
-def start_training_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
+def start_engine_all_ranks(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
     """The engine that trains a model, equal on all ranks (at stage 3 rank 0's counts alone); collective."""
     import deepspeed
 

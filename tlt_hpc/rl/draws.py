@@ -28,7 +28,7 @@ class StepDraws:
 
     def __init__(self, config: Config, prompts: PromptSource, step: int) -> None:
         self.config, self.source, self.step = config, prompts, step
-        self._prompts = {Stream.TRAIN: prompts.read_step_prompts(step), Stream.REFILL: list[Prompt]()}
+        self._prompts = {Stream.TRAIN: prompts.draw_step_prompts(step), Stream.REFILL: list[Prompt]()}
         self.num_refills = 0
 
     @property
@@ -61,7 +61,7 @@ class StepDraws:
             return []
         self.num_refills += 1
         start = len(self._prompts[Stream.REFILL])
-        self._prompts[Stream.REFILL] = self.source.read_replacement_prompts(self.step, start + size)
+        self._prompts[Stream.REFILL] = self.source.draw_refill_prompts(self.step, start + size)
         return self._make_requests(Stream.REFILL, start)
 
     def _make_requests(self, stream: Stream, start: int) -> list[Request]:

@@ -29,7 +29,7 @@ from tlt_hpc.models.policy_model import PolicyModel
 from tlt_hpc.models.weight_files import is_fused_expert_name
 from tlt_hpc.rl.advantage import token_weights
 from tlt_hpc.rl.batches import Indices, pack_rollouts, plan_updates
-from tlt_hpc.rl.distributed import join_sequence_group, learning_rate, start_frozen_engine, start_training_engine
+from tlt_hpc.rl.distributed import join_sequence_group, learning_rate, start_frozen_engine, start_engine_all_ranks
 from tlt_hpc.rl.loss import correction_weights, kl_estimate, mismatch_terms, policy_loss
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, TokenSums, gradient_error
 from tlt_hpc.rl.train_state import TrainState, gather_parameters
@@ -100,7 +100,7 @@ class Policy:
         self._sequence = join_sequence_group(world, config.optimizer.sequence_parallel)
         self._excluded = excluded
         trained = PolicyModel(model, repeats_layers, self._sequence, excluded)
-        self.engine = start_training_engine(trained, config, world.size)
+        self.engine = start_engine_all_ranks(trained, config, world.size)
         self._state = TrainState(self.engine, self._parameters, self._zero_stage, world)
         self._recipe = config.algorithm.recipe
         self._reference: Any = None
@@ -150,7 +150,7 @@ class Policy:
         return self._gather_stats(totals, norms, num_tokens, seconds)
 
     @deterministic_operations()
-    def sum_reference_kl_over_ranks(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
+    def reference_kl_by_token_all_ranks(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
         """Each token's distance from the reference before the update; [T], in the order of ``rollouts``. Collective.
 
         From this policy's own pass, not from the rollout's log-probabilities, whose last bits tell how it was decoded.

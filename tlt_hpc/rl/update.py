@@ -39,7 +39,7 @@ def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], s
         rewards = scores + overlong_penalties(lengths, config.rollout.max_new_tokens, algorithm.overlong_buffer)
     token_kl, token_rewards = np.zeros(lengths.sum()), None
     if algorithm.kl_coefficient and algorithm.kl_placement == "reward":
-        token_kl = policy.sum_reference_kl_over_ranks(rollouts)
+        token_kl = policy.reference_kl_by_token_all_ranks(rollouts)
         token_rewards = -algorithm.kl_coefficient * token_kl
     kl = np.zeros(len(rollouts))
     np.add.at(kl, np.repeat(np.arange(lengths.size), lengths), token_kl)  # one after another, in every version of numpy

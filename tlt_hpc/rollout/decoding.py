@@ -126,10 +126,10 @@ class HostRounds:
             if rest is None
             else self._propose_with_stored_texts(plan, rest, noise)
         )
-        is_sound = self.check_drafter_scores(found.scores)
+        is_sound = self.rest_drafter_if_nan(found.scores)
         return (found if is_sound else self._propose_by_strategy(OFF, noise)), is_sound
 
-    def check_drafter_scores(self, scores: Tensor | None) -> bool:
+    def rest_drafter_if_nan(self, scores: Tensor | None) -> bool:
         """True unless a score is NaN; then the drafter rests from now on."""
         if scores is None or not bool(torch.isnan(scores).any()):
             return True

@@ -165,7 +165,7 @@ class DeviceRounds(HostRounds):
         phases = PhaseSeconds(*started.watch.wait_for_lap_seconds())
         outcome, log_probs, scores = (None if copy is None else copy.wait() for copy in started.host_copies)
         assert outcome is not None and log_probs is not None
-        is_sound = self.check_drafter_scores(scores)
+        is_sound = self.rest_drafter_if_nan(scores)
         start = time.perf_counter()
         if started.before is not None and bool((outcome[:, -1] >= 2).any()):
             given = self._redo_round_with_guard(started)

@@ -6,7 +6,7 @@
 =======================  ===========================================  ==============================================
 what                     when                                         restored by
 =======================  ===========================================  ==============================================
-finished responses       every five minutes of a rollout, and at its  ``kept_responses.open_keeper_read_kept``: they
+finished responses       every five minutes of a rollout, and at its  ``kept_responses.open_keeper_all_ranks``: they
 (``kept_responses.py``)  end                                          are not generated again
 a step's log and its     after the step's update                      ``replay.replay``: the step's policy update is
 line                     (``train.commit_step``)                      repeated, nothing is generated

@@ -20,7 +20,7 @@ from tlt_hpc.config import Config, DrafterSection, truncation_warning
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot_trainer import AVERAGE_MERGES, SpotTrainer
 from tlt_hpc.drafting.tail_plan import TailPlan
-from tlt_hpc.look.environment import RankPlace, describe_start_environment
+from tlt_hpc.look.environment import RankPlace, collect_start_environment
 from tlt_hpc.models.drafter import AS_TARGET, TOKEN_IDS, Drafter, parse_layer_settings
 from tlt_hpc.models.drafter_file import make_drafter, read_drafter_of_init
 from tlt_hpc.models.folder import import_transformers, load_policy_all_ranks
@@ -28,7 +28,7 @@ from tlt_hpc.models.piece import read_and_broadcast_all, read_and_broadcast_each
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.mpi.world import NodeGroup, World
-from tlt_hpc.plan.inputs import Assets, read_assets_once
+from tlt_hpc.plan.inputs import Assets, read_and_broadcast_assets
 from tlt_hpc.rewards.scorer import Judge
 from tlt_hpc.rl.distributed import join_process_group
 from tlt_hpc.rl.loss import MismatchWatch
@@ -37,7 +37,7 @@ from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.run.session import (
     Session,
     choose_vocabulary,
-    close_session_on_error,
+    closing_session_on_error,
     open_judge,
     open_session,
     read_first_prompts,
@@ -104,7 +104,7 @@ def build_job(config: Config, world: World) -> Job:
     judge = open_judge(config.reward, world)
     node = world.node_group
     world.print_once("reading the model and the data")
-    assets = read_assets_once(config, world.size, node)
+    assets = read_and_broadcast_assets(config, world.size, node)
     for warning in (node.run_first_and_broadcast(lambda: assets.prompts.warning), truncation_warning(config.rollout)):
         if world.rank == 0 and warning:
             logger.warning("%s", warning)
@@ -112,7 +112,7 @@ def build_job(config: Config, world: World) -> Job:
     warm = read_initial_drafter(config, assets.shape, node) if has_drafter else None
     session, folder = open_session(config, world, assets), RunFolder(config.folder)
     device, parts = session.decoder.device, session.parts
-    with close_session_on_error(session):
+    with closing_session_on_error(session):
         merges = AVERAGE_MERGES if trains_drafter else 1
         drafting = make_drafting(session, assets, folder, warm, merges) if has_drafter else None
         if drafting:
@@ -184,7 +184,7 @@ def gather_environment(world: World, device: torch.device, never_sampled: Sequen
         properties = torch.cuda.get_device_properties(device)
         gpu, uuid = properties.name, f"GPU-{properties.uuid}"
     places = world.allgather(RankPlace.here(world.hostname, gpu, uuid))
-    return None if world.rank else describe_start_environment(world, places, torch.version.cuda or "", never_sampled)
+    return None if world.rank else collect_start_environment(world, places, torch.version.cuda or "", never_sampled)
 
 
 def make_drafting(

@@ -81,7 +81,7 @@ class Keeper:
         self._num_kept, self._written_at = len(finished), time.monotonic()
 
 
-def open_keeper_read_kept(
+def open_keeper_all_ranks(
     config: Config, folder: RunFolder, world: World, step: int
 ) -> tuple[Keeper, dict[SampleKey, Rollout]]:
     """Collective. Open the keeper of this rank's responses of the step, and read all ranks' of earlier starts."""
@@ -129,7 +129,7 @@ def _read_kept_or_warn(path: Path) -> tuple[str, tuple[Rollout, ...]] | None:
 def read_weights_origin(model: ModelSection, folder: RunFolder, step: int) -> str:
     """Names the weights that a step's responses are made with; a new name if their line is lost."""
     if step == 0:
-        return weights_origin_of_folder(find_model(model.path))
+        return digest_folder_weights(find_model(model.path))
     line = read_lines(folder.metrics, step - 1).get(step - 1)
     return uuid4().hex if line is None else weights_origin_of_line(line)
 
@@ -139,7 +139,7 @@ def weights_origin_of_line(line: Line) -> str:
     return hashlib.sha256(json.dumps([line.get(name) for name in _NAMING]).encode()).hexdigest()[:32]
 
 
-def weights_origin_of_folder(model: Path) -> str:
+def digest_folder_weights(model: Path) -> str:
     """Names the weights of a model's folder."""
     files = sorted([*model.glob("*.safetensors"), *model.glob("*.bin")])
     named = [(file.name, sampled_digest(file)) for file in files]

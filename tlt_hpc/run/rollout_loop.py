@@ -25,7 +25,7 @@ from tlt_hpc.rl.ahead_generation import AheadGeneration
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.run.job import Drafting, Job
-from tlt_hpc.run.kept_responses import Keeper, find_excluded_token_text, open_keeper_read_kept
+from tlt_hpc.run.kept_responses import Keeper, find_excluded_token_text, open_keeper_all_ranks
 from tlt_hpc.run.session import decode_response_text, engine_status
 
 
@@ -68,7 +68,7 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> RolloutOutcome:
     """
     idle_work = job.tail_plan.choose_idle_work()
     begun = time.time(), time.process_time()
-    keeper, kept = open_keeper_read_kept(job.config, job.folder, job.world, step)
+    keeper, kept = open_keeper_all_ranks(job.config, job.folder, job.world, step)
     draws = StepDraws(job.config, job.prompts, step)
     scorer = Scorer(
         job.judge, draws.prompt_of, lambda rollout: decode_response_text(job.tokenizer, rollout.response_tokens)
@@ -200,13 +200,14 @@ def generate_until_all_finish(
     timing = RolloutTiming(start, last_token, time.time())
     engine.abort()  # of its own, what a stop leaves
     ahead.end_idle_span()
-    keeper.write_new_responses(
-        engine.finished_rollouts, durable=roster.has_stop_vote
-    )  # the update may take long, and may be killed
+    # the update may take long, and may be killed
+    keeper.write_new_responses(engine.finished_rollouts, durable=roster.has_stop_vote)
     return timing, cpu_last - cpu_start, late_seconds, roster.has_stop_vote
 
 
-def train_or_generate_ahead(job: Job, scorer: Scorer, idle_work: IdleWork, ahead: AheadGeneration, roster: Roster) -> bool:
+def train_or_generate_ahead(
+    job: Job, scorer: Scorer, idle_work: IdleWork, ahead: AheadGeneration, roster: Roster
+) -> bool:
     """Score responses, or else train the drafter for one micro-step or generate ahead; False if there is nothing to do.
 
     The pulse continues meanwhile, so that the release ends any of them at once.

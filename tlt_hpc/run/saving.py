@@ -72,7 +72,7 @@ def begin_save(job: Job, step: int) -> None:
         "strategies": job.engine.chooser.acceptance.state(),
         "seed": job.config.run.seed,
     }
-    job.checkpoints.start_save_all_ranks(step, job.world, shards, state)
+    job.checkpoints.begin_save_all_ranks(step, job.world, shards, state)
 
 
 @BEAT.in_phase(Phase.SAVING)
@@ -94,7 +94,7 @@ def begin_drafter_save_if_due(job: Job, step: int) -> None:
                 step, job.folder.drafter_checkpoints,
             )  # fmt: skip
         return
-    store.start_save_all_ranks(
+    store.begin_save_all_ranks(
         step,
         job.world,
         {"drafter": drafter_shard(job.drafting, job.world)},
@@ -122,14 +122,14 @@ def save_at_end(job: Job, saved: int, step: int) -> tuple[Stop, bool]:
     Raises:
         CheckpointError: on all ranks, where one could not write.
     """
-    waited = wait_for_all_saves(job)
+    waited = wait_for_saves_all_ranks(job)
     if saved == step or waited.stop is Stop.KILL or waited.is_late:
         return waited.stop, saved == step and waited.is_whole
     begin_save(job, step)
-    return wait_for_all_saves(job)[:2]
+    return wait_for_saves_all_ranks(job)[:2]
 
 
-def wait_for_all_saves(job: Job) -> Waited:
+def wait_for_saves_all_ranks(job: Job) -> Waited:
     """Collective. Wait for the saves of all stores, as ``wait_for_saves``."""
     return wait_for_saves(job.world, [job.checkpoints, *([job.drafting.checkpoints] if job.drafting else [])])
 

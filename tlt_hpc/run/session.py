@@ -223,7 +223,7 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
     invariant = config.model.batch_invariant and dtype == torch.bfloat16
     sharding = make_sharding(replica, world, device, invariant)
     decoder = Decoder(assets.shape, dtype, device, sharding, invariant, assets.excluded_token_ids)
-    comm = world.duplicate_comm()
+    comm = world.duplicate_comm_all_ranks()
     pulse = ReplicaPulse(comm, replica) if replica.size > 1 else Pulse(comm, BUSY_SECONDS)
     parts = ExitStack()
     parts.callback(pulse.close)
@@ -231,7 +231,7 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
 
 
 @contextmanager
-def close_session_on_error(session: Session) -> Iterator[None]:
+def closing_session_on_error(session: Session) -> Iterator[None]:
     """Close a session if what is built on it within fails."""
     with ExitStack() as undo:
         undo.callback(session.close)
@@ -337,7 +337,7 @@ def sharding_unit_of(rollout: RolloutSection, key: SampleKey) -> int:
 
 def read_first_prompts(run: RunSection, source: PromptSource) -> list[Prompt]:
     """Collective over the node. Return the prompts of a run's first steps."""
-    return [prompt for step in range(min(run.num_steps, _COUNTED_STEPS)) for prompt in source.read_step_prompts(step)]
+    return [prompt for step in range(min(run.num_steps, _COUNTED_STEPS)) for prompt in source.draw_step_prompts(step)]
 
 
 def choose_vocabulary(config: Config, assets: ModelAssets, prompts: Sequence[Prompt]) -> torch.Tensor:

@@ -176,7 +176,7 @@ def publish_part(path: Path, durable: bool = True) -> None:
 
 
 @contextmanager
-def atomic_write(path: Path, durable: bool = True) -> Iterator[Path]:
+def writing_atomically(path: Path, durable: bool = True) -> Iterator[Path]:
     """Yield the part to write; publish it on success, ``durable`` or not, and remove it on any error.
 
     Raises:

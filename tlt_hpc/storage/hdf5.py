@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.files import open_regular, os_error_text
-from tlt_hpc.storage.folder import WriteError, atomic_write
+from tlt_hpc.storage.folder import WriteError, writing_atomically
 
 # HDF5 reads it once, at import. Where h5py was imported before us this comes too late and does no harm: our files go
 # through Python file objects, which HDF5 does not lock whatever the setting.
@@ -108,7 +108,7 @@ def replacing_file(path: Path, kind: FileKind, count: int, durable: bool = False
     Raises:
         WriteError: the disk refused; ``path`` is unchanged.
     """
-    with atomic_write(path, durable) as part:
+    with writing_atomically(path, durable) as part:
         file = NewFile(part, kind)
         try:
             yield file.root

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, Count, DamagedText, os_error_text, parse_json, read_bytes, read_json
-from tlt_hpc.storage.folder import WriteError, atomic_write
+from tlt_hpc.storage.folder import WriteError, writing_atomically
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ def write_json(path: Path, tree: Any) -> None:
     Raises:
         WriteError: no room or no permission; the file is unchanged.
     """
-    with atomic_write(path) as part:
+    with writing_atomically(path) as part:
         part.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
 
 

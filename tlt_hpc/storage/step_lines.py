@@ -15,7 +15,7 @@ from typing import Any
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, os_error_text, parse_json_object, read_bytes
 from tlt_hpc.common.formatting import FIRST_STEP
-from tlt_hpc.storage.folder import atomic_write, sync
+from tlt_hpc.storage.folder import writing_atomically, sync
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ def _bytes_from_step(data: bytes, first: int) -> bytes:
 
 def _write(path: Path, before: bytes, lines: Iterable[Line], confirm: Callable[[], None] = lambda: None) -> None:
     """Replace the file by the bytes ``before``, then these lines."""
-    with atomic_write(path) as part:
+    with writing_atomically(path) as part:
         part.write_bytes(before + b"".join(f"{json.dumps(line)}\n".encode() for line in lines))
         sync(part)
         confirm()

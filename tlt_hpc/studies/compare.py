@@ -24,7 +24,7 @@ from tlt_hpc.look.metrics import DECODE_CPU
 from tlt_hpc.look.series import PairedRatio, paired_ratio
 from tlt_hpc.mpi.world import World
 from tlt_hpc.run.job import Job, build_job
-from tlt_hpc.run.saving import wait_for_all_saves
+from tlt_hpc.run.saving import wait_for_saves_all_ranks
 from tlt_hpc.storage.folder import COMPARISON, RunFolder, wait_for_listed_files
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import read_lines
@@ -127,13 +127,15 @@ def compare(
             mode: opened.enter_context(closing(build_job(mode_config(config, mode, num_steps, parent), world)))
             for mode in modes
         }
-        digests = run_jobs_in_turn(jobs, num_steps, reporter_of)
+        digests = run_jobs_in_turn_all_ranks(jobs, num_steps, reporter_of)
     if not digests:
         return None
     return world.run_first_and_broadcast(lambda: read_comparison(config, parent, num_steps, world.size, digests))
 
 
-def run_jobs_in_turn(jobs: Mapping[str, Job], num_steps: int, reporter_of: Callable[[str], Reporter]) -> dict[str, str]:
+def run_jobs_in_turn_all_ranks(
+    jobs: Mapping[str, Job], num_steps: int, reporter_of: Callable[[str], Reporter]
+) -> dict[str, str]:
     """Run the jobs, one step of each in turn. Collective.
 
     Returns the digest of each one's last policy, in the order of ``jobs``; empty if a signal stopped them.
@@ -148,7 +150,7 @@ def run_jobs_in_turn(jobs: Mapping[str, Job], num_steps: int, reporter_of: Calla
                 return {}
             if result is not None:
                 digests[mode] = result.policy_sha256
-            wait_for_all_saves(jobs[mode])  # not to be written during another mode's step
+            wait_for_saves_all_ranks(jobs[mode])  # not to be written during another mode's step
     return digests
 
 

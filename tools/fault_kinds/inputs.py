@@ -109,7 +109,7 @@ def read_config(folder: Path) -> None:
 def read_data(path: Path) -> None:
     prompts = read_assets(load_config(Path("jobs/tiny.toml"), [f"data.source={path}", "reward.default=numeric"]), 2)
     for step in range(12):
-        prompts.prompts.read_step_prompts(step)
+        prompts.prompts.draw_step_prompts(step)
 
 
 def read_model(folder: Path) -> None:

@@ -28,7 +28,7 @@ from tlt_hpc.look.series import paired_ratio
 from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.piece import read_and_broadcast_parts
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan.inputs import read_assets_once
+from tlt_hpc.plan.inputs import read_and_broadcast_assets
 from tlt_hpc.rollout.acceptance import JUDGED_DEPTH
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.run.session import Session, open_session
@@ -123,9 +123,9 @@ def ablate(ablation: Ablation, world: World, reporter: Reporter) -> AblationFigu
     if left:
         config = replace(ablation, num_steps=1).config_of(left[-1])  # the last one finds a drafter that does not fit
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": WARM_UP})})
-        remove_folder(config.folder, world)  # of an earlier start
+        remove_folder_all_ranks(config.folder, world)  # of an earlier start
         is_finished = run_arm(config, world, reporter) is not None
-        remove_folder(config.folder, world)
+        remove_folder_all_ranks(config.folder, world)
         if not is_finished:
             return None
     for arm in left:
@@ -134,7 +134,7 @@ def ablate(ablation: Ablation, world: World, reporter: Reporter) -> AblationFigu
             return None
         digests[arm] = digest
     world.print_once("measuring accept length on held-out prompts, by arm")
-    held_out = measure_accept_lengths(ablation, world)
+    held_out = measure_accept_lengths_all_ranks(ablation, world)
     if held_out is None:
         return None
     in_order = {arm: digests[arm] for arm in ablation.arms}
@@ -154,7 +154,7 @@ def read_finished_digests(ablation: Ablation) -> dict[str, str]:
     return {arm: word.policy_sha256 for arm, word in found.items() if word and word.num_steps == ablation.num_steps}
 
 
-def remove_folder(folder: Path, world: World) -> None:
+def remove_folder_all_ranks(folder: Path, world: World) -> None:
     """Remove a folder that no rank uses any more; collective."""
     world.barrier()
     world.run_first_and_broadcast(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -168,7 +168,7 @@ def run_arm(config: Config, world: World, reporter: Reporter) -> str | None:
     return result.policy_sha256 if result.finished else None
 
 
-def measure_accept_lengths(ablation: Ablation, world: World) -> dict[str, Passes] | None:
+def measure_accept_lengths_all_ranks(ablation: Ablation, world: World) -> dict[str, Passes] | None:
     """Tokens and target passes of every held-out response, by arm that has a drafter; collective.
 
     Each drafter answers the same prompts in chains of four, with its arm's last policy: with the tie guard that is the
@@ -181,7 +181,7 @@ def measure_accept_lengths(ablation: Ablation, world: World) -> dict[str, Passes
     if not arms:
         return {}
     config = ablation.config_of(arms[0])
-    assets = read_assets_once(config, world.size, world.node_group)
+    assets = read_and_broadcast_assets(config, world.size, world.node_group)
     # prompts of the warm-up's draws, which are no step's; but data that has an end comes again
     requests = from_prompts(config.warmup, assets.prompts).validation_requests(config.run.seed)
     measured: dict[str, Passes] = {}
@@ -250,9 +250,8 @@ class Gain:
 def accept_length_gain(arm: Passes, other: Passes) -> Gain:
     """Gain in accept length: by pairs of responses, or of independent samples if the arms' texts differ."""
     if arm.tokens == other.tokens:
-        return gain_of_paired_sums(
-            other.passes, arm.passes
-        )  # tokens / passes over tokens / passes: the same tokens cancel
+        # tokens / passes over tokens / passes: the same tokens cancel
+        return gain_of_paired_sums(other.passes, arm.passes)
     quotient = arm.accept_length / other.accept_length
     errors = (gain_of_paired_sums(each.tokens, each.passes).error / each.accept_length for each in (arm, other))
     return Gain(quotient - 1.0, quotient * math.hypot(*errors))

@@ -23,7 +23,7 @@ from tlt_hpc.extras.drafter_formats.formats import SPECULATIVE_TOKENS, Files, Ta
 from tlt_hpc.models.drafter_file import (
     DRAFTER_FILE,
     TOKEN_IDS,
-    check_drafter_tensors,
+    select_and_check_tensors,
     is_inference_tensor,
     read_drafter,
 )
@@ -125,7 +125,7 @@ def find_drafter(options: argparse.Namespace) -> Source:
     if checkpoint is not None and checkpoint.tensor_names("drafter"):
         with checkpoint.open_tensor_reader("drafter") as read:
             stored = {name: read(name) for name in filter(is_inference_tensor, checkpoint.tensor_names("drafter"))}
-        drafter = check_drafter_tensors(stored, target.shape, str(checkpoint.folder))
+        drafter = select_and_check_tensors(stored, target.shape, str(checkpoint.folder))
         line = read_lines(run.metrics).get(checkpoint.step - 1, {})
         recorded = {
             "target": f"the policy after {checkpoint.step:,} RL steps from {target.name}",

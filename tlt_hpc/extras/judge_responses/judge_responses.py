@@ -22,7 +22,7 @@ from tlt_hpc.rewards.client import RewardClient
 from tlt_hpc.rewards.functions import check_functions
 from tlt_hpc.rewards.judge import judge, needs_server
 from tlt_hpc.rewards.scorer import Judge
-from tlt_hpc.storage.folder import GIVE_OUTPUT, WriteError, atomic_write
+from tlt_hpc.storage.folder import GIVE_OUTPUT, WriteError, writing_atomically
 
 _BATCH = 256
 """Responses that are in memory at a time."""
@@ -88,7 +88,7 @@ def _open_output(path: Path | None) -> Iterator[Callable[[str], object]]:
         yield lambda _: None
         return
     try:
-        with atomic_write(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace") as output:
+        with writing_atomically(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace") as output:
             yield output.write
     except WriteError as error:
         raise UserError(f"{error.fact}; {GIVE_OUTPUT}") from None

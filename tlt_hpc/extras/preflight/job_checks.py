@@ -161,7 +161,7 @@ def _try_functions(job: PlannedJob, client: RewardClient) -> Finding | None:
     judge = Judge(job.config.reward, client)
     try:
         tokenizer, chat = load_tokenizer(job.model_folder), read_chat_format(job.model_folder)
-        prompts = open_prompts(job.config, tokenizer, chat).read_step_prompts(0)
+        prompts = open_prompts(job.config, tokenizer, chat).draw_step_prompts(0)
     except (ValueError, Skip):  # the checks of model and data say so
         return None
     prompt = min(prompts, key=lambda prompt: not is_function(judge.kind_of(prompt)))  # for which all are called

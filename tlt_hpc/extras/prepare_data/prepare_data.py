@@ -13,7 +13,7 @@ from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.data.files import ARGUMENT, KNOWN, KnownSet, config_for_data, open_rows
 from tlt_hpc.data.rows import Rows, digest_of
 from tlt_hpc.extras.prepare_data.prepare import ColumnError, Prepared, collect_questions, to_jsonl, top_columns
-from tlt_hpc.storage.folder import WriteError, atomic_write
+from tlt_hpc.storage.folder import WriteError, writing_atomically
 
 _SHOWN_CONFLICTS = 5
 _SHOWN_CHARACTERS = 40
@@ -102,7 +102,7 @@ def _write(output: Path, content: bytes) -> bool:
             "reads it would not resume: give another --output, or remove it"
         )
     try:
-        with atomic_write(output) as part:
+        with writing_atomically(output) as part:
             part.write_bytes(content)
     except WriteError as error:
         raise UserError(f"{error.fact}; make room there or give another --output") from None

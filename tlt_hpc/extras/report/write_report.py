@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.plan.plan_options import parse_positive_integer
-from tlt_hpc.storage.folder import COMPARISON, RunFolder, WriteError, atomic_write, check_writable
+from tlt_hpc.storage.folder import COMPARISON, RunFolder, WriteError, writing_atomically, check_writable
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
     text = render(found, gain, time.time())
     try:
-        with atomic_write(out) as part:
+        with writing_atomically(out) as part:
             part.write_text(text, encoding="utf-8", errors="backslashreplace")  # file names need not be valid text
     except WriteError as error:
         raise UserError(f"{error.fact}; give another place, such as --output report.html") from None

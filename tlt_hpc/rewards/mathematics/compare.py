@@ -137,7 +137,7 @@ class AnswerComparison:
         if given.kind != wanted.kind or len(given.parts) != len(wanted.parts):
             return False
         if given.kind == "relation":
-            if self._is_reversed_chain(given, wanted):
+            if self._is_same_or_reversed_chain(given, wanted):
                 return True
             is_pair = len(given.parts) == 2 and strictness(given) == strictness(wanted) is not None
             return is_pair and self._same_condition(
@@ -159,7 +159,7 @@ class AnswerComparison:
             return False
         return self._are_equal_in_order(given.parts, wanted.parts)
 
-    def _is_reversed_chain(self, given: Node, wanted: Node) -> bool:
+    def _is_same_or_reversed_chain(self, given: Node, wanted: Node) -> bool:
         """True if two chains have the same sides, in one direction or the other."""
         mirror = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
         backwards = " ".join(mirror.get(sign, sign) for sign in reversed(given.name.split()))

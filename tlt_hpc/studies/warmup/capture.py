@@ -47,7 +47,7 @@ class CapturePart:
 
 
 @BEAT.in_phase(Phase.ROLLOUT)
-def capture_features(warmup: Warmup, shown: Callable[[int, int], None]) -> bool:
+def capture_features_all_ranks(warmup: Warmup, shown: Callable[[int, int], None]) -> bool:
     """Write the missing parts, one of each replica at a time, until all ranks' bytes for features are used. Collective.
 
     Returns False if a stop vote came first.

@@ -22,9 +22,9 @@ from tlt_hpc.models.drafter_file import read_drafter_of_init
 from tlt_hpc.models.folder import num_used_tokens
 from tlt_hpc.models.piece import read_and_broadcast_all
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan.inputs import read_assets_once
+from tlt_hpc.plan.inputs import read_and_broadcast_assets
 from tlt_hpc.run.job import make_drafting
-from tlt_hpc.run.session import Session, close_session_on_error, load_model_weights, open_session
+from tlt_hpc.run.session import Session, closing_session_on_error, load_model_weights, open_session
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.studies.warmup.texts import Texts, from_logs, from_prompts
 
@@ -57,7 +57,7 @@ def build_warmup(config: Config, world: World) -> Warmup:
         ValueError: the user's mistake, before anything is written.
     """
     node = world.node_group
-    assets = read_assets_once(config, world.size, node)
+    assets = read_and_broadcast_assets(config, world.size, node)
     form, shape = config.drafter.form, assets.shape
     init = partial(read_drafter_of_init, config.drafter.init, form, shape, assets.folder)
     warm = read_and_broadcast_all(node, init)
@@ -67,7 +67,7 @@ def build_warmup(config: Config, world: World) -> Warmup:
     else:
         texts = from_prompts(config.warmup, assets.prompts)
     session = open_session(config, world, assets)
-    with close_session_on_error(session):
+    with closing_session_on_error(session):
         load_model_weights(session)
         folder = RunFolder(config.folder)
         # the cache that comes with it is a run's; a warm-up keeps its features in parts

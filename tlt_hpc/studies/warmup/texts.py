@@ -84,7 +84,7 @@ def from_prompts(warmup: WarmupSection, prompts: PromptSource) -> Texts:
         ConfigError: too few distinct ones to hold any out.
     """
     num_training, num_held_out = warmup.responses, warmup.validation_prompts
-    draws = (prompt.tokens for step in count(_FIRST_STEP) for prompt in prompts.read_step_prompts(step))
+    draws = (prompt.tokens for step in count(_FIRST_STEP) for prompt in prompts.draw_step_prompts(step))
     first = list(islice(draws, num_training + num_held_out))
     held_out = hold_out(first, num_held_out)
     rest = (Text(tokens) for tokens in chain(first, draws) if tokens.tobytes() not in held_out)

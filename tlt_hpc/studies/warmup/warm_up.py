@@ -30,7 +30,7 @@ from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.run.session import count_tokens, most_frequent_tokens
 from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
 from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, write_json
-from tlt_hpc.studies.warmup.capture import capture_features
+from tlt_hpc.studies.warmup.capture import capture_features_all_ranks
 from tlt_hpc.studies.warmup.parts import Warmup, build_warmup
 from tlt_hpc.studies.warmup.plan import VALIDATION
 from tlt_hpc.studies.warmup.progress import Progress
@@ -82,7 +82,7 @@ def warm_up(config: Config, world: World, reporter: WarmupReporter) -> WarmupRes
         if world.rank == 0 and not was_finished:
             reporter.show_start(config, warmup.texts, progress)
         # once training was saved it resumes on the features that it began with
-        if not was_finished and (has_begun or capture_features(warmup, reporter.show_capture)):
+        if not was_finished and (has_begun or capture_features_all_ranks(warmup, reporter.show_capture)):
             progress = train(warmup, progress, reporter)
     reason = progress.end_reason(config.warmup) if progress.is_finished else world.gather_first_stop_reason()
     return WarmupResult(warmup.path, progress, was_finished, reason)

@@ -80,7 +80,7 @@ _Row = tuple[dict[str, int], dict[str, NDArray[np.float64]], float]
 """One step: tokens by strategy; tokens and row passes of rounds by strategy, [2, buckets]; accept length."""
 
 
-def _summarize_step(run: RunLog, ranks: list[StepSummary]) -> _Row:
+def _summarise_step(run: RunLog, ranks: list[StepSummary]) -> _Row:
     tokens, rounds = Counter[str](), dict[str, NDArray[np.float64]]()
     for rank in ranks:
         tokens.update(dict(zip(rank.strategy_names, rank.strategy_tokens.tolist(), strict=True)))
@@ -120,4 +120,4 @@ def _combine_steps(run: RunLog, steps: list[int], rows: list[_Row]) -> AcceptLen
     )
 
 
-ACCEPTANCE = Survey(_summarize_step, _combine_steps)
+ACCEPTANCE = Survey(_summarise_step, _combine_steps)

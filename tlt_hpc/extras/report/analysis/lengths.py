@@ -60,7 +60,7 @@ _Row = tuple[NDArray[np.int64], int]
 """The length of each response of a step, and how many were cut."""
 
 
-def _summarize_step(run: RunLog, ranks: list[StepSummary]) -> _Row:
+def _summarise_step(run: RunLog, ranks: list[StepSummary]) -> _Row:
     cut = sum(int((rank.finish_reasons == FinishReason.LENGTH).sum()) for rank in ranks)
     return np.concatenate([rank.response_lengths for rank in ranks]), cut
 
@@ -84,4 +84,4 @@ def _combine_steps(run: RunLog, all_steps: list[int], rows: list[_Row]) -> Respo
     )
 
 
-LENGTHS = Survey(_summarize_step, _combine_steps)
+LENGTHS = Survey(_summarise_step, _combine_steps)

@@ -109,7 +109,7 @@ def idle_seconds(rank: StepSummary) -> float:
     return sum(max(0.0, timing.idle_seconds) for timing in (rank.timing, *rank.refills))
 
 
-def _summarize_step(run: RunLog, ranks: list[StepSummary]) -> dict[str, Any]:
+def _summarise_step(run: RunLog, ranks: list[StepSummary]) -> dict[str, Any]:
     """One step: sums over its ranks, and its times."""
     return {
         "num_ranks": ranks[0].num_ranks,
@@ -157,4 +157,4 @@ def _combine_steps(run: RunLog, steps: list[int], rows: list[dict[str, Any]]) ->
     )
 
 
-THROUGHPUT = Survey(_summarize_step, _combine_steps)
+THROUGHPUT = Survey(_summarise_step, _combine_steps)
