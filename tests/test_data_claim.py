@@ -12,7 +12,7 @@ from answers import refusal
 from data_sets import PLAIN, RAW, config_of, gcd_rows, open_data, write_jsonl
 from fake_world import OneRank, ThreadWorld, on_threads
 
-from tlt_hpc.checkpoint.claim import claim_run_folder_all_ranks, check_and_write_fingerprints
+from tlt_hpc.checkpoint.claim import check_and_write_fingerprints, claim_run_folder_all_ranks
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.data.prompts import FilePrompts
 from tlt_hpc.storage.folder import RunFolder

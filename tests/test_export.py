@@ -33,7 +33,7 @@ from tlt_hpc.evaluate.subject import find_subject
 from tlt_hpc.export import policy
 from tlt_hpc.extras.drafter_formats.formats import convert_drafter, read_target
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import DRAFTER_FILE, select_and_check_tensors, eagle3_sizes, load_drafter
+from tlt_hpc.models.drafter_file import DRAFTER_FILE, eagle3_sizes, load_drafter, select_and_check_tensors
 from tlt_hpc.models.tokenizer import package_asset_folder
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.sampling import SamplingRule

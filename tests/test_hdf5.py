@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tlt_hpc.storage import hdf5
-from tlt_hpc.storage.folder import RunFolder, WriteError, writing_atomically, part_path, rank_of
+from tlt_hpc.storage.folder import RunFolder, WriteError, part_path, rank_of, writing_atomically
 
 KIND = hdf5.FileKind("test file", schema=3, remedy="delete it")
 

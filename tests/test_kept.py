@@ -32,9 +32,9 @@ from tlt_hpc.run import saving, session
 from tlt_hpc.run.kept_responses import (
     Keeper,
     describe_progress,
+    digest_folder_weights,
     open_keeper_all_ranks,
     remove_kept_responses,
-    digest_folder_weights,
     weights_origin_of_line,
 )
 from tlt_hpc.run.rollout_loop import requests_without_kept

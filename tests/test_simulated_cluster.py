@@ -109,7 +109,8 @@ CHANGED = {
         Save, "_wait_for_file_lists", "while not", "while False and not", 66, "ends with statuses",
     ),
     "a line is written without the logs of the other ranks": (
-        train, "write_and_commit_step_all_ranks", ".run_on_all_ranks(", ".run_first_and_broadcast(", 61, "begins with step",
+        train, "write_and_commit_step_all_ranks", ".run_on_all_ranks(", ".run_first_and_broadcast(", 61,
+        "begins with step",
     ),
     "a clock that jumps counts": (
         owner, "_is_alive", "time.monotonic()", "time.time()", 3255, "in which its owner is at work",

@@ -134,7 +134,7 @@ def forget_sums(world: World) -> bool:
 
 
 def fail_on(world: World, failing: int) -> list[str]:
-    """What ``run_on_all_ranks`` and ``run_first_and_broadcast`` return or raise on this rank when rank ``failing`` fails in its work."""
+    """What ``run_on_all_ranks`` and ``run_first_and_broadcast`` return or raise here when rank ``failing`` fails."""
 
     def write() -> int:
         if world.rank == failing:

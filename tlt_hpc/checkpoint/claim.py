@@ -15,7 +15,7 @@ from tlt_hpc.models.tokenizer import find_model
 from tlt_hpc.models.weight_files import weight_files, weights_digest
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.world import World
-from tlt_hpc.storage.folder import RunFolder, writing_atomically, wait_for_listed_files
+from tlt_hpc.storage.folder import RunFolder, wait_for_listed_files, writing_atomically
 from tlt_hpc.storage.records import Environment, add_environment, read_record, write_json
 
 MODEL = "model.path"

@@ -25,7 +25,7 @@ from tlt_hpc.config.sections import EvaluationSection
 from tlt_hpc.data.evaluation_sets import EvaluationSet, joined_set_warnings, longest_response_tokens
 from tlt_hpc.data.rows import digest_of
 from tlt_hpc.evaluate.exam import Exam, generate_answers_all_ranks, make_exam_all_ranks
-from tlt_hpc.evaluate.folder import NEVER_SAMPLED, WEIGHTS, EvaluationFolder, step_folder, digest_weights
+from tlt_hpc.evaluate.folder import NEVER_SAMPLED, WEIGHTS, EvaluationFolder, digest_weights, step_folder
 from tlt_hpc.evaluate.tally import Results, aggregate_responses
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import find_model

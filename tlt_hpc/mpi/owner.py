@@ -22,7 +22,7 @@ from tlt_hpc.cluster.watch.rank_progress import BEAT
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, read_record, status_file
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import Count, DamagedText, Moment, read_json
-from tlt_hpc.storage.folder import writing_atomically, sync
+from tlt_hpc.storage.folder import sync, writing_atomically
 
 QUIET_SECONDS = 12.0
 """No live rank leaves its record unchanged for so long, even on a file system that caches writes."""

@@ -29,7 +29,7 @@ from tlt_hpc.models.policy_model import PolicyModel
 from tlt_hpc.models.weight_files import is_fused_expert_name
 from tlt_hpc.rl.advantage import token_weights
 from tlt_hpc.rl.batches import Indices, pack_rollouts, plan_updates
-from tlt_hpc.rl.distributed import join_sequence_group, learning_rate, start_frozen_engine, start_engine_all_ranks
+from tlt_hpc.rl.distributed import join_sequence_group, learning_rate, start_engine_all_ranks, start_frozen_engine
 from tlt_hpc.rl.loss import correction_weights, kl_estimate, mismatch_terms, policy_loss
 from tlt_hpc.rl.stats import PolicyStats, RolloutMismatch, TokenSums, gradient_error
 from tlt_hpc.rl.train_state import TrainState, gather_parameters

@@ -15,7 +15,7 @@ from typing import Any
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, os_error_text, parse_json_object, read_bytes
 from tlt_hpc.common.formatting import FIRST_STEP
-from tlt_hpc.storage.folder import writing_atomically, sync
+from tlt_hpc.storage.folder import sync, writing_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from tlt_hpc.extras.drafter_formats.formats import SPECULATIVE_TOKENS, Files, Ta
 from tlt_hpc.models.drafter_file import (
     DRAFTER_FILE,
     TOKEN_IDS,
-    select_and_check_tensors,
     is_inference_tensor,
     read_drafter,
+    select_and_check_tensors,
 )
 from tlt_hpc.models.tokenizer import package_asset_folder
 from tlt_hpc.storage.folder import RunFolder, no_run_message

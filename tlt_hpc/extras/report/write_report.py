@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.plan.plan_options import parse_positive_integer
-from tlt_hpc.storage.folder import COMPARISON, RunFolder, WriteError, writing_atomically, check_writable
+from tlt_hpc.storage.folder import COMPARISON, RunFolder, WriteError, check_writable, writing_atomically
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
