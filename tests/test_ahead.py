@@ -112,7 +112,9 @@ def of_many_kinds(requests):
     return [replace(r, params=replace(base, **kinds[i % len(kinds)])) for i, r in enumerate(requests)]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["alike", "of many kinds"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, marks=pytest.mark.ci), True], ids=["alike", "of many kinds"]
+)
 def world(request):
     """Requests, their responses by plain decoding, and those of the first ones under other weights."""
     make = of_many_kinds if request.param else list
