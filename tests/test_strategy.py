@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import chooser_study
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -211,6 +212,13 @@ def test_what_pays_is_found_and_left_when_it_no_longer_does():
     assert sum(s.source == "drafter" for s in play(chooser, 100, only_drafter(0.85))) > 60, "found soon after a swap"
 
 
+@pytest.mark.parametrize(("num_live", "usual", "worst"), [(1, 0.045, 0.25), (8, 0.025, 0.12)])
+def test_a_fresh_chooser_is_soon_as_fast_as_the_best_strategy(num_live: int, usual: float, worst: float):
+    """Over 500 rounds of each of 24 tables; tests/chooser_study.py takes 200 of them, and more sequences."""
+    losses = [chooser_study.loss(table, num_live, seed) for seed, table in enumerate(chooser_study.make_tables(24))]
+    assert sum(losses) / len(losses) < usual and max(losses) < worst
+
+
 def test_one_depth_tells_of_all_others():
     """A few rounds of depth 6 and few plain ones: depth 2 is known to be best after a single round of it."""
     arms = (OFF, *(Strategy("drafter", depth) for depth in (2, 4, 6)))
@@ -225,15 +233,15 @@ def test_one_depth_tells_of_all_others():
 def test_accept_length_learned_at_one_batch_size_serves_at_another():
     chooser = make(epsilon=0.0)
     play(chooser, 200, only_drafter(0.8), num_live=32)
-    chosen = play(chooser, 10, only_drafter(0.8), num_live=2)  # one of them measures a plain round at this size
-    assert [strategy.source for strategy in chosen].count("drafter") >= 9
+    chosen = play(chooser, 10, only_drafter(0.8), num_live=2)  # one plain, two of a strategy that never ran
+    assert [strategy.source for strategy in chosen].count("drafter") >= 7
 
 
 def test_trials_stay_under_their_share_and_never_cease():
     chooser = make(epsilon=0.3)
     chosen = play(chooser, 6000, lambda _: 0.05)
     lost = sum(COSTS[s] - COSTS[OFF] for s in chosen)
-    assert lost < 0.025 * sum(COSTS[s] for s in chosen)
+    assert lost < 0.03 * sum(COSTS[s] for s in chosen)
     assert any(strategy != OFF for strategy in chosen[-1000:])
 
 
@@ -245,7 +253,7 @@ def test_a_checkpoint_keeps_acceptance_and_survives_other_settings():
     again.choose(8, ARMS)  # as if nothing were known
     again.acceptance.load_state(saved)
     assert again.acceptance.state() == chooser.acceptance.state()
-    length = again.acceptance.accept_lengths(8)[ARMS.index(Strategy("drafter", 2))]
+    length = again.acceptance.accept_lengths(8)[0][ARMS.index(Strategy("drafter", 2))]
     assert length == pytest.approx(1 + 0.8 + 0.8**2, rel=0.05), "before it, 1 + 0.6 + 0.6**2"
     again.acceptance.discount(0.5)
     assert again.acceptance.state()["ngram:a1"] == saved["ngram:a1"], "of the drafter alone, which was replaced"
@@ -276,7 +284,7 @@ def test_drafting_for_the_rows_without_a_stored_text_has_its_price(row: StoredRo
     costs._corrections = [{3: _Correction()} for _ in arms]
     for _ in range(200):
         chooser.acceptance.add(arms[1], 8, [4] * 7 + [2])
-    assert chooser.acceptance.accept_lengths(8)[1] == pytest.approx(4.7, abs=0.1)
+    assert chooser.acceptance.accept_lengths(8)[0][1] == pytest.approx(4.7, abs=0.1)
     assert chooser.choose(8, arms, [row] * 4) == wanted
 
 

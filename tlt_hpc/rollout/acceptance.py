@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,8 @@ class FamilyAcceptance:
     """Accept lengths of one family of strategies. Each round counts one, whatever its batch, and fades over WINDOW."""
 
     _FIRST_CHANCE = 0.6
-    _ENOUGH_SEQUENCES = 16.0
+    _PRIOR_SEQUENCES, _MAX_PRIOR_SEQUENCES = 2.0, 32.0
+    """Sequences that a chance rests on without any; and at most those of other batch sizes."""
 
     def __init__(self, reach: int, prior: FamilyAcceptance | None = None) -> None:
         """``reach``: the longest chain of the family; ``prior``: counts that stand for 16 rounds at the start."""
@@ -108,11 +110,6 @@ class FamilyAcceptance:
         self._counts = DraftCounts([0.0] * reach, [0.0] * reach)
         self._num_sequences = 0.0
         self._prior, self._prior_rounds = prior, 1.0 if prior is None else 16.0
-
-    @property
-    def is_known(self) -> bool:
-        """True if enough sequences were observed."""
-        return self._num_sequences >= self._ENOUGH_SEQUENCES
 
     def acceptance_chances(self) -> list[float]:
         """Chance of each position that its draft is accepted if those before it are: a product-limit estimate."""
@@ -128,6 +125,27 @@ class FamilyAcceptance:
     def accept_lengths(self) -> list[float]:
         """Expected accept length (bonus token included) of a chain of 0, 1, 2, ... drafts."""
         return list(accumulate(accumulate([1.0, *self.acceptance_chances()], mul)))
+
+    def length_deviations(self) -> list[float]:
+        """Standard deviations of ``accept_lengths``, to first order, by how many sequences each chance rests on."""
+        chances = self.acceptance_chances()
+        before = [0.0] * self.reach if self._prior is None else self._prior.num_sequences_by_position()
+        numbers = [
+            self._PRIOR_SEQUENCES + own + min(other, self._MAX_PRIOR_SEQUENCES)
+            for own, other in zip(self.num_sequences_by_position(), before, strict=True)
+        ]
+        variances = [(1 - chance) / max(chance, 1e-3) / (num + 1) for chance, num in zip(chances, numbers, strict=True)]
+        survival, found = list(accumulate(chances, mul)), [0.0]
+        for depth in range(1, self.reach + 1):
+            rest = list(accumulate(reversed(survival[:depth])))[::-1]  # what a chance contributes to the length
+            found.append(math.sqrt(sum(part**2 * variance for part, variance in zip(rest, variances, strict=False))))
+        return found
+
+    def num_sequences_by_position(self) -> list[float]:
+        """Number of sequences whose draft at each position was reached; faded."""
+        rounds = self._counts.reached[0] if self.reach else 0.0
+        each = self._num_sequences / rounds if rounds else 0.0
+        return [each * reached for reached in self._counts.reached]
 
     def add(self, reach: int, accepted: Sequence[int]) -> None:
         """Add a round's accepted drafts by sequence."""
@@ -167,19 +185,17 @@ class Acceptance:
             reach[strategy.family] = max(reach.get(strategy.family, 0), strategy.reach)
         self._families = {family: FamilyAcceptance(longest) for family, longest in reach.items()}
         self._by_batch: dict[tuple[str, int], FamilyAcceptance] = {}
-        self._lengths: dict[int, list[float]] = {}
+        self._lengths: dict[int, tuple[list[float], list[float]]] = {}
         self._num_added = 0
 
-    def is_known(self, index: int) -> bool:
-        """True if enough sequences were observed with strategies of a strategy's family."""
-        return self._families[self._strategies[index].family].is_known
-
-    def accept_lengths(self, num_live: int) -> list[float]:
-        """Expected accept length of each strategy in a round of so many sequences."""
+    def accept_lengths(self, num_live: int) -> tuple[list[float], list[float]]:
+        """Expected accept length of each strategy in a round of so many sequences, and its standard deviation."""
         bucket = batch_bucket(num_live)
         if bucket not in self._lengths:
-            lengths = {family: self._acceptance_at_batch(family, bucket).accept_lengths() for family in self._families}
-            self._lengths[bucket] = [lengths[strategy.family][strategy.reach] for strategy in self._strategies]
+            families = {family: self._acceptance_at_batch(family, bucket) for family in self._families}
+            both = {name: (family.accept_lengths(), family.length_deviations()) for name, family in families.items()}
+            found = [[part[one.reach] for part in both[one.family]] for one in self._strategies]
+            self._lengths[bucket] = [mean for mean, _ in found], [deviation for _, deviation in found]
         return self._lengths[bucket]
 
     def add(self, strategy: Strategy, num_live: int, accepted: Sequence[int]) -> None:

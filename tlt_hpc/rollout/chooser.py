@@ -2,12 +2,14 @@
 
 Expected tokens come from ``acceptance``, expected seconds from ``costs``.
 Other strategies are tried now and then, and what such trials may cost is bounded: apart from one first round per
-strategy, the seconds lost to them stay below a share of the seconds spent. A choice is a pure function of the seed and
+strategy, the seconds lost to them stay below a share of the seconds spent. It is larger as long as too little is known
+to say that a strategy is worse. A choice is a pure function of the seed and
 of what was observed, so ranks that observe the same make the same choice.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +23,10 @@ TRIAL_CHANCE = 0.05
 """Chance of a round to be a trial of a strategy that was tried before."""
 TRIAL_SHARE = 0.02
 """Largest share of the seconds spent that may be lost to trials."""
+_OPEN_CHANCE, _OPEN_SHARE = 0.3, 0.08
+"""The same of strategies that may be better than the best one, as far as is known."""
+_OPTIMISM, _MAX_SAVING = 1.5, 0.7
+"""Standard deviations by which a strategy may be better than expected; the most that they may be for its seconds."""
 
 Agree = Callable[[int], int]
 """Takes the index of the strategy that this rank chose and returns that of its replica's first rank (a broadcast):
@@ -57,14 +63,14 @@ class _Outlook:
     seconds: Sequence[float]
     rates: Sequence[float]
     """Tokens per second."""
-    known: Sequence[bool]
-    """True where a rate rests on more than a guess."""
+    best_index: int
+    """The best of the strategies that have run."""
+    open_indices: Sequence[int]
+    """Strategies that may be better than the best one."""
 
-    @property
-    def best_index(self) -> int:
-        """The best known strategy."""
-        indices = [index for index in self.usable if self.known[index]] or self.usable[:1]
-        return max(indices, key=self.rates.__getitem__)
+    def expected_loss(self, index: int) -> float:
+        """Seconds that a round of a strategy is expected to lose against the best one."""
+        return self.seconds[index] * (1 - self.rates[index] / self.rates[self.best_index])
 
 
 class Chooser:
@@ -87,7 +93,9 @@ class Chooser:
         self._usable: Sequence[int] = range(len(usual))
         self._num_rounds = [0] * len(self.strategies)
         self._random, self._trial_chance, self._agree = random.Random(seed), TRIAL_CHANCE, agree
-        self._costs, self._budget = RoundCosts(self.strategies), TrialBudget(TRIAL_SHARE)
+        self._costs = RoundCosts(self.strategies)
+        self._budget, self._open_budget = TrialBudget(TRIAL_SHARE), TrialBudget(_OPEN_SHARE)
+        self._last_outlook: _Outlook | None = None
         self._stored = StoredAcceptance()
         self.acceptance = Acceptance(usual)
         """Counts of accepted drafts, which a checkpoint keeps; costs belong to the machine and are learned again."""
@@ -126,41 +134,55 @@ class Chooser:
         """
         index, seconds, num_rest = self.index_of(strategy), max(seconds, 1e-9), num_live - len(stored)
         self._num_rounds[index] += 1
-        lost, rest = 0.0, None
+        lost, lost_open, rest = 0.0, 0.0, None
         if strategy.rest is not None:
             rest = self.index_of(strategy.rest), num_rest
             for row, count in zip(stored, accepted[num_rest:], strict=True):
                 self._stored.add(row, strategy.depth, count)
-        elif index != (outlook := self._make_outlook(num_live)).best_index:
-            lost = seconds - num_tokens / outlook.rates[outlook.best_index]
+        else:
+            outlook = self._last_outlook
+            if outlook is None or outlook.num_live != num_live:
+                outlook = self._make_outlook(num_live)
+            if index != outlook.best_index and self._num_rounds[index] > 1:
+                loss = seconds - num_tokens / outlook.rates[outlook.best_index]
+                lost, lost_open = (0.0, loss) if index in outlook.open_indices else (loss, 0.0)
         self._budget.add(seconds, lost)
+        self._open_budget.add(seconds, lost_open)
         self._costs.add_measurement(index, num_live, seconds, rest)
         self.acceptance.add(strategy.rest or strategy, num_rest, accepted[:num_rest])
 
     def _make_outlook(self, num_live: int) -> _Outlook:
-        seconds, lengths = self._costs.expected_seconds(num_live), self.acceptance.accept_lengths(num_live)
+        # those for stored texts come last, and have neither lengths nor a place here
+        seconds, deviations = self._costs.expected_seconds(num_live), self._costs.relative_deviations(num_live)
+        lengths, length_deviations = self.acceptance.accept_lengths(num_live)
         rates = [num_live * length / cost for length, cost in zip(lengths, seconds, strict=False)]
-        known = [
-            not self.strategies[index].reach or (self.acceptance.is_known(index) and self._costs.is_known(index))
-            for index in range(len(lengths))
-        ]
-        return _Outlook(num_live, self._usable, seconds, rates, known)
+        has_run = [index for index in self._usable if self._costs.is_known(index)]
+        best = max(has_run or self._usable[:1], key=rates.__getitem__)
+        wanted, open_ones = rates[best] / num_live, list[int]()
+        for index in self._usable:
+            most = min(1.0 + self.strategies[index].reach, lengths[index] + _OPTIMISM * length_deviations[index])
+            least = seconds[index] * math.exp(-min(_MAX_SAVING, _OPTIMISM * deviations[index]))
+            if index != best and most > wanted * least:
+                open_ones.append(index)
+        self._last_outlook = _Outlook(num_live, self._usable, seconds, rates, best, open_ones)
+        return self._last_outlook
 
     def _pick(self, num_live: int) -> int:
         """The best usual strategy, or a trial of another one."""
-        draw = self._random.random()  # needed or not: choosers of one seed stay in step
+        draw, place = self._random.random(), self._random.random()  # needed or not: choosers of one seed stay in step
         outlook = self._make_outlook(num_live)
-        best = outlook.best_index
-        if (
-            len(outlook.usable) == 1
-            or not self._costs.plain_cost_is_known
-            or (trial := self._pick_trial_strategy(outlook, draw)) is None
-        ):
+        best, open_ones = outlook.best_index, outlook.open_indices
+        if len(outlook.usable) == 1 or not self._costs.plain_cost_is_known:
             return best
         # once each, a first trial needs no budget: a short rollout could never save up for it
-        is_first = not outlook.known[trial] and not self._num_rounds[trial]
-        loss = outlook.seconds[trial] * (1 - outlook.rates[trial] / outlook.rates[best])
-        return trial if is_first or self._budget.allows(loss) else best
+        if first := self._contenders(outlook, [one for one in open_ones if not self._costs.is_known(one)]):
+            return max(first, key=outlook.rates.__getitem__)
+        if open_ones and draw < _OPEN_CHANCE:
+            trial = open_ones[int(place * len(open_ones))]
+            if self._open_budget.allows(outlook.expected_loss(trial)):
+                return trial
+        rare = self._pick_trial_strategy(outlook, draw)
+        return rare if rare is not None and self._budget.allows(outlook.expected_loss(rare)) else best
 
     def _pick_stored(self, num_live: int, stored: Sequence[StoredRow], deep: Sequence[int]) -> tuple[int, int] | None:
         """The best of the strategies ``deep`` for stored texts, and the best one for the other rows; None where all
@@ -185,13 +207,10 @@ class Chooser:
         return None if best < 0 else (best, rest)
 
     def _pick_trial_strategy(self, outlook: _Outlook, draw: float) -> int | None:
-        """The strategy to try instead of the best: first one never tried, then, rarely, any that might be better."""
+        """A strategy to try although the best one is better as far as is known: rarely, any that might win."""
         best, usable = outlook.best_index, outlook.usable
-        untried = [index for index in usable if not outlook.known[index]]
         if best != self._off and self._off in usable and not self._costs.is_measured(self._off, outlook.num_live):
-            untried.append(self._off)  # all others are compared with it, so it is measured at each batch size
-        if untried := self._contenders(outlook, untried):
-            return max(untried, key=outlook.rates.__getitem__)
+            return self._off  # all others are compared with it, so it is measured at each batch size
         rivals = self._contenders(outlook, [index for index in usable if index != best])
         if draw >= self._trial_chance or not rivals:
             return None

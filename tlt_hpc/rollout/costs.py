@@ -26,6 +26,10 @@ _FACTOR, _FIRST_FACTOR = 1.6, 4.0
 meanwhile. The second is for a strategy that has not run at this batch size.
 """
 _PRIOR_ROUNDS = 4.0
+_UNMEASURED, _ROUNDS_ELSEWHERE = 0.5, 3.0
+"""Relative deviation of a strategy's seconds before its first round, beside that of the model; and the number of rounds
+that those of all batch sizes count as, at most.
+"""
 _MAX_ROUNDS = 64
 _HALF_LIFE = 512
 """Rounds after which a correction that is not measured any more counts half."""
@@ -48,7 +52,8 @@ class _Correction:
 
     def add(self, value: float, now: int) -> None:
         rounds = min(_MAX_ROUNDS, self.faded_num_rounds(now) + 1)
-        self.mean += (value - self.mean) / rounds
+        is_second = 1 < rounds <= 2  # a machine makes rounds slower, not faster: the first may have been such a one
+        self.mean = min(self.mean, value) if is_second else self.mean + (value - self.mean) / rounds
         self.num_rounds, self.last_round = rounds, now
 
 
@@ -69,16 +74,14 @@ class RoundCosts:
         self._covariance = self._first_covariance = np.zeros((len(_SHARES), len(_SHARES)))
         self._corrections: list[dict[int, _Correction]] = [{} for _ in strategies]
         self._tables: dict[int, list[float]] = {}
+        self._deviations: dict[int, tuple[int, list[float]]] = {}
+        self._doubted: set[int] = set()
         self._num_rounds = self._num_off_rounds = 0
 
     @property
     def plain_cost_is_known(self) -> bool:
         """True if the cost of plain rounds, with which others are compared, is known."""
         return self._num_off_rounds >= _OFF_ROUNDS
-
-    def is_known(self, index: int) -> bool:
-        """True if the strategy ran in any round."""
-        return bool(self._corrections[index])
 
     def is_measured(self, index: int, num_live: int) -> bool:
         """True if the strategy ran in a round of about this many sequences."""
@@ -94,6 +97,31 @@ class RoundCosts:
             ]
         return self._tables[num_live]
 
+    def is_known(self, index: int) -> bool:
+        """True if the strategy ran in any round, or in two if the first took much longer than expected."""
+        return bool(self._corrections[index]) and index not in self._doubted
+
+    def relative_deviations(self, num_live: int) -> list[float]:
+        """Standard deviations of ``expected_seconds``, as shares of them; computed again every few rounds.
+
+        Of the model, and of the first rounds, any of which may have been slow for another reason. Both fall with the
+        number of rounds, most of all at this batch size.
+        """
+        now, bucket = self._num_rounds, batch_bucket(num_live)
+        computed_at, found = self._deviations.get(num_live, (-_FIT_EVERY, list[float]()))
+        if now - computed_at >= _FIT_EVERY or now < _ALL_FITTED // 4:
+            terms = self._cost_terms(num_live)
+            spread = np.sqrt(np.maximum(0.0, np.einsum("si,ij,sj->s", terms, self._covariance, terms))).tolist()
+            found = []
+            for known, width, seconds in zip(self._corrections, spread, self._modelled_seconds(num_live), strict=True):
+                rounds = min(_ROUNDS_ELSEWHERE, sum(one.num_rounds for one in known.values()))
+                rounds += known[bucket].faded_num_rounds(now) if bucket in known else 0.0
+                found.append((width / seconds + _UNMEASURED) / (1.0 + rounds))
+            for index in self._doubted:
+                found[index] = 1.0
+            self._deviations[num_live] = now, found
+        return found
+
     def drafting_seconds(self, index: int, num_live: int) -> float:
         """Seconds of the part of a round that drafts."""
         return max(0.0, float(self._cost_terms(num_live)[index, 3:] @ self._coefficients[3:]))
@@ -107,6 +135,9 @@ class RoundCosts:
         if not self.plain_cost_is_known:
             self._scale_first_coefficients(terms, seconds)
         expected = self.expected_seconds(num_live)[index]
+        self._doubted -= {index}
+        if not self._corrections[index] and self.plain_cost_is_known and seconds > _FACTOR * expected:
+            self._doubted.add(index)
         factor = _FACTOR if self.is_measured(index, num_live) else _FIRST_FACTOR
         seconds = min(max(seconds, expected / factor), expected * factor)
         self._tables.clear()
