@@ -135,10 +135,12 @@ class RoundCosts:
         if not self.plain_cost_is_known:
             self._scale_first_coefficients(terms, seconds)
         expected = self.expected_seconds(num_live)[index]
+        is_first = index in self._doubted or not self.is_measured(index, num_live)
+        factor = _FIRST_FACTOR if is_first else _FACTOR
+        was_run = bool(self._corrections[index])
         self._doubted -= {index}
-        if not self._corrections[index] and self.plain_cost_is_known and seconds > _FACTOR * expected:
+        if not was_run and self.plain_cost_is_known and seconds > _FACTOR * expected:
             self._doubted.add(index)
-        factor = _FACTOR if self.is_measured(index, num_live) else _FIRST_FACTOR
         seconds = min(max(seconds, expected / factor), expected * factor)
         self._tables.clear()
         self._num_rounds += 1
