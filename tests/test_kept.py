@@ -206,7 +206,7 @@ def stop_after(num_finished: int, world: Any) -> None:
     true_decode = session.decode_one_round
 
     def decode(engine: Any, pulse: Any) -> None:
-        if len(engine.finished) < num_finished:
+        if len(engine.finished_rollouts) < num_finished:
             true_decode(engine, pulse)
         else:
             world.flag.request(Stop.KILL, "test")
