@@ -20,7 +20,7 @@ from tlt_hpc.models.folder import read_folder_weights
 from tlt_hpc.rl.ahead_generation import longest_ahead_texts, order_to_generate_ahead
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.stored_text import SURE, StoredText
-from tlt_hpc.rollout.strategy import OFF, STORED, Strategy
+from tlt_hpc.rollout.strategy import OFF, Strategy
 
 # -- the cursor -------------------------------------------------------------------------------------------------------
 
@@ -93,15 +93,15 @@ def other_weights(scale: float):
 
 def ahead_engine(**options) -> RolloutEngine:
     defaults = {"max_new_tokens": 80, "max_live": 6, "chooser": "random", "detokenize": embedded_tokenizer().decode}
-    engine = full_engine([*USUAL, *STORED], **defaults | options)
+    engine = full_engine(USUAL, stored_texts=True, **defaults | options)
     engine.load_drafter(tiny_drafter_state())
-    scheduler, arrange = engine._scheduler, engine._scheduler.move_stored_rows_last
+    scheduler, follow = engine._scheduler, engine._scheduler.follow_stored_texts
 
     def checked():
         assert not (scheduler.has_stored and engine._rounds.num_in_flight), "cursors need the texts"
-        return arrange()
+        return follow()
 
-    scheduler.move_stored_rows_last = checked
+    scheduler.follow_stored_texts = checked
     return engine
 
 

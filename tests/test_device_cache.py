@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from interpreter import interpreted
-from tiny import CPU
+from tiny import CPU, tree_relations
 
 from tlt_hpc.kernels import dispatch
 from tlt_hpc.models.decoder import Decoder
@@ -16,7 +16,6 @@ from tlt_hpc.models.shape import shape_from
 from tlt_hpc.rollout import device_cache
 from tlt_hpc.rollout.device_cache import DevicePagedCache
 from tlt_hpc.rollout.kv_cache import PoolSizes
-from tlt_hpc.rollout.tree import make_tree
 
 INTERPRETS = dispatch.has_triton() and not torch.cuda.is_available()
 needs_interpreter = pytest.mark.skipif(not INTERPRETS, reason="needs triton, imported as an interpreter")
@@ -87,8 +86,7 @@ def all_passes(models, through=lambda attend: attend, length=40):
     first, out = torch.arange(length).repeat(3, 1), []
     first[2, -1] = length - 2
     committed = torch.tensor([length, length, length - 1])
-    parents = torch.tensor([[0, 0, 0, 1, 2, 3, 3]] * 3)
-    drafts = make_tree(torch.zeros_like(parents), parents, 3)
+    depths, ancestors = (x.repeat(3, *[1] * x.dim()) for x in tree_relations([0, 0, 0, 1, 2, 3, 3]))
 
     def decode(places, positions, *of_tree):
         attend = through(cache.make_attention(layout, cache.tables, places, *of_tree))
@@ -100,12 +98,12 @@ def all_passes(models, through=lambda attend: attend, length=40):
 
     places = committed.unsqueeze(1) + torch.arange(7)
     decode(first, first)
-    decode(places, committed.unsqueeze(1) + drafts.depths, committed, drafts.ancestors)
+    decode(places, committed.unsqueeze(1) + depths, committed, ancestors)
     propose(cache.make_attention(layout, cache.tables, first, only_layer=own), first, first)
     for d, attend in enumerate(cache.make_step_attentions(layout, cache.tables, places[:, :3], own)):
         propose(attend, places[:, d : d + 1], places[:, d : d + 1])
-    newest = cache.make_attention(layout, cache.tables, places[:, 5:], committed, drafts.ancestors[:, 5:], own)
-    propose(newest, places[:, 5:], committed.unsqueeze(1) + drafts.depths[:, 5:])
+    newest = cache.make_attention(layout, cache.tables, places[:, 5:], committed, ancestors[:, 5:], own)
+    propose(newest, places[:, 5:], committed.unsqueeze(1) + depths[:, 5:])
     return [*out, cache._keys[:, :-1], cache._values[:, :-1]]
 
 

@@ -101,8 +101,8 @@ def test_what_the_drafter_has_read_is_one_pass_over_the_text(make):
         for _ in range(3):
             engine.step()
         engine._finish_launched_rounds()
-        rows, learned = engine._rows, engine._learned
-        states = learned.run_on_unread_positions(rows, rows.num_live, engine._scheduler.layout)
+        rows, learned, everyone = engine._rows, engine._learned, tuple(range(engine._rows.num_live))
+        states = learned.run_on_unread_positions(rows, everyone, engine._scheduler.layout_of_rows(everyone))
         for response, state in zip(rows.responses, states, strict=False):
             text, positions = torch.tensor(response.text), torch.arange(len(response.text) - 1)
             features = decoder.hidden_states(text[:-1], positions, attend)

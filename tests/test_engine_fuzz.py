@@ -13,7 +13,7 @@ from tiny import CPU, EOS, NUM_TOKENS, embedded_decoder, embedded_tokenizer, gcd
 from tlt_hpc.common.records import FinishReason, SampleKey, SamplingParams
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.rollout.kv_cache import page_bytes
-from tlt_hpc.rollout.strategy import OFF, STORED, Strategy
+from tlt_hpc.rollout.strategy import OFF, Strategy
 
 STRATEGIES = (
     OFF,
@@ -22,7 +22,6 @@ STRATEGIES = (
     Strategy("drafter", 4),
     Strategy("drafter", 3, 2, 5),
     Strategy("drafter", 2, 6, 9, 1.7),
-    *STORED,
 )
 LONGEST = 40
 
@@ -58,6 +57,7 @@ def random_engine(source):
         max_new_tokens=LONGEST,
         drafter=drafter,
         drafter_is_trained=True,
+        stored_texts=True,
         chooser="random",
         attention=source.choice(["pages", "pages", "paged-kernel"]),
         tie_guard=source.random() < 0.5,

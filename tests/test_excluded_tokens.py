@@ -28,7 +28,7 @@ from tlt_hpc.plan.inputs import ModelAssets, describe_model
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.settings import EngineSettings
-from tlt_hpc.rollout.strategy import OFF, STORED, Strategy
+from tlt_hpc.rollout.strategy import OFF, Strategy
 
 TINY = ROOT / "jobs" / "tiny.toml"
 EXCLUDED_TEXTS = [
@@ -157,8 +157,8 @@ RULES = [SamplingRule(1.0, USED), SamplingRule(0.7, USED, top_k=30, top_p=0.95),
 def test_they_are_never_sampled_and_log_probs_are_of_the_others(model, rule, attention, zone) -> None:
     """By no drafter, on host and device, and not by the guard either; the trainer's log-probabilities are the same."""
     params = SamplingParams(LENGTH, rule.temperature, rule.top_k, rule.top_p)
-    strategies = [OFF, Strategy("drafter", 3), Strategy("drafter", 3, 2, 6), Strategy("ngram", 2), *STORED[:1]]
-    engine = engine_of(model, strategies, params=params, attention=attention)
+    strategies = [OFF, Strategy("drafter", 3), Strategy("drafter", 3, 2, 6), Strategy("ngram", 2)]
+    engine = engine_of(model, strategies, stored_texts=True, params=params, attention=attention)
     assert engine._guard.logit_tolerance < 1e-2, "differences of excluded logits count as errors"
     engine._guard.logit_tolerance = zone or engine._guard.logit_tolerance
     engine.set_stored_texts({request.key: np.array(EXCLUDED[:3] * 5, np.int32) for request in REQUESTS[:2]})

@@ -6,12 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import CPU
+from test_spans import random_drafts
+from tiny import CPU, tree_relations
 
 from tlt_hpc.models.shape import shape_from
-from tlt_hpc.rollout.device_cache import DevicePagedCache
+from tlt_hpc.rollout.device_cache import DevicePagedCache, make_block_layout
 from tlt_hpc.rollout.kv_cache import HostPagedCache, PoolSizes, page_bytes
-from tlt_hpc.rollout.tree import make_tree
+from tlt_hpc.rollout.spans import group_by_width, make_span_layout, make_spans
 
 SHAPE = shape_from(
     {
@@ -100,23 +101,56 @@ def test_attention_is_that_over_dense_tensors(kind, seed, window):
     query, new = torch.randn(len(kv), width, G * R, D), torch.stack([row[-width:] for row in kv])
     committed, close = torch.tensor(lengths), partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
     positions = committed.unsqueeze(1) + torch.arange(width)
-    drafts = make_tree(torch.zeros(len(kv), 6).long(), torch.tensor([[0, 0, 0, 1, 2, 3]] * len(kv)), 3)
+    ancestors = tree_relations([0, 0, 0, 1, 2, 3])[1].repeat(len(kv), 1, 1)
 
     def read(layer, part, *of_tree):
         attend = cache.make_attention(layout, cache.tables, positions[:, part], *of_tree)
         return attend(layer, query[:, part].flatten(0, 1), new[:, part].flatten(0, 1)).view(len(kv), -1, G * R * D)
 
-    branched, chain = read(0, slice(6), committed, drafts.ancestors), read(1, slice(width))
+    branched, chain = read(0, slice(6), committed, ancestors), read(1, slice(width))
     if not window:  # the newest nodes alone, as the drafter grows its tree
-        close(read(0, slice(4, 6), committed, drafts.ancestors[:, 4:]), branched[:, 4:])
+        close(read(0, slice(4, 6), committed, ancestors[:, 4:]), branched[:, 4:])
     steps = enumerate(cache.make_step_attentions(layout, cache.tables, positions[:, :6]))
     close(torch.stack([step(1, query[:, i], new[:, i]) for i, step in steps], 1), chain[:, :6])
     for row, length in enumerate(lengths):
         for i in range(width):
             close(chain[row, i], dense.attend(row, query[row, i], range(length + i + 1)[-window:]))
         for i in range(6):
-            seen = [*range(length), *(length + j for j in drafts.ancestors[row, i].nonzero().flatten().tolist())]
+            seen = [*range(length), *(length + j for j in ancestors[row, i].nonzero().flatten().tolist())]
             close(branched[row, i], dense.attend(row, query[row, i], seen[-window:]))
+
+
+@both
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_attention_of_spans_is_that_over_dense_tensors(kind, seed, window):
+    """Chains and trees of any lengths in one pass, over pages that are partly shared."""
+    shape = replace(SHAPE, window=window, local_layers=(True, True)) if window else SHAPE
+    source, width = random.Random(seed), 12
+    tables, kv = random_rows(source, 16, width)
+    dense, held = Dense([]), Dense([])
+    dense.kv, held.kv = kv, [row[:-width] for row in kv]
+    rows, drafts = random_drafts(source, len(kv), width)
+    held.kv.append(kv[0][:0])  # the row of the padding, which has no page
+    cache = filled(kind, [*tables, []], held, 16, 160, shape)
+    lengths = torch.tensor([len(row) for row in held.kv])
+    if kind is HostPagedCache:
+        layout = make_span_layout(group_by_width(drafts.widths), CPU)
+    else:
+        layout = make_block_layout(drafts.widths, sum(drafts.widths) + 3, len(kv), 5, CPU)
+    spans, high = make_spans(drafts, layout, lengths + 1), max(map(max, tables)) + 1
+    layouts = [cache.build_layout([tables[row] for row in group.rows], high) for group in layout.groups]
+    query = torch.randn(len(layout.rows), G * R, D)
+    attend = cache.make_span_attention(spans, layouts)
+    places = zip(layout.rows.tolist(), spans.places.tolist(), strict=True)
+    new = torch.stack([(kv[row] if row < len(kv) else kv[0])[place] for row, place in places])
+    found, first = attend(0, query, new), layout.first_tokens
+    for row, (_, parents) in enumerate(rows):
+        for node, above in enumerate(tree_relations(parents)[1]):
+            seen = [*range(lengths[row]), *(int(lengths[row]) + above.nonzero().flatten()).tolist()]
+            at = int(first[row]) + node
+            wanted = dense.attend(row, query[at], seen[-window:])
+            torch.testing.assert_close(found[at], wanted, atol=1e-5, rtol=1e-5)
 
 
 @both

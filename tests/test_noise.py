@@ -97,7 +97,9 @@ def test_window_equals_direct_rows_however_rows_advance_and_move():
     positions, owners = torch.zeros(3, dtype=torch.int64), [0, 1, 2]
     for round_number in range(120):
         width = int(torch.randint(1, 6, (1,), generator=generator))
-        got = window.noise_at_positions(positions.tolist(), width)
+        window.prepare(positions.tolist(), width)
+        at = positions.unsqueeze(1) + torch.arange(width)
+        got = window.noise_at(torch.arange(3).repeat_interleave(width), at.flatten()).view(3, width, -1)
         for row, owner, position in zip(got, owners, positions.tolist(), strict=True):
             wanted = [noise_of(keys[owner], position + i, 20) for i in range(width)]
             np.testing.assert_allclose(row.numpy(), np.array(wanted), rtol=1e-6, atol=1e-7)
@@ -118,10 +120,13 @@ def test_the_fused_loop_gives_the_same_bits():
         window.set_row(row, key, 9 * row)
     words = torch.tensor([noise_key(key) for key in keys])
     positions = torch.tensor([[0, 1], [9, 10], [18, 19]])
-    assert torch.equal(window.noise_at_positions([0, 9, 18], 2), gumbel_rows(words, positions, vocab))
-    assert torch.equal(
-        window.noise_at_positions([1, 9, 18], 2)[0], gumbel_rows(words[:1], torch.tensor([[1, 2]]), vocab)[0]
-    ), "one row"
+    rows = torch.arange(3).repeat_interleave(2)
+    window.prepare([0, 9, 18], 2)
+    found = window.noise_at(rows, positions.flatten()).view(3, 2, vocab)
+    assert torch.equal(found, gumbel_rows(words, positions, vocab))
+    window.prepare([1, 9, 18], 2)
+    alone = window.noise_at(rows[:2], torch.tensor([1, 2]))
+    assert torch.equal(alone, gumbel_rows(words[:1], torch.tensor([[1, 2]]), vocab)[0]), "one row"
 
 
 @pytest.mark.ci

@@ -9,6 +9,7 @@ from tlt_hpc.common.records import SampleKey
 from tlt_hpc.kernels.gumbel import gumbel_argmax
 from tlt_hpc.rollout.noise import noise_key
 from tlt_hpc.rollout.sampling import (
+    Choice,
     SamplingRule,
     choose_tokens,
     choose_tokens_by_rule,
@@ -78,7 +79,9 @@ def test_rows_of_several_rules_have_each_its_own_choice_and_zone():
     rules = [SamplingRule(0.5, V), SamplingRule(2.0, V), SamplingRule(0.5, V), SamplingRule(0.0, V)]
     generator = torch.Generator().manual_seed(7)
     logits, noise = torch.randn(4, 400, V, generator=generator), torch.randn(4, 400, V, generator=generator)
-    found = choose_tokens_by_rule(logits, noise, rules, lambda rule: 0.02 / (rule.temperature or 1.0))
+    rows, flat = torch.arange(4).repeat(400), [x.transpose(0, 1).flatten(0, 1) for x in (logits, noise)]
+    found = choose_tokens_by_rule(*flat, rules, rows, lambda rule: 0.02 / (rule.temperature or 1.0))
+    found = Choice(found.token.view(400, 4).T, found.doubtful.view(400, 4).T)
     for row, rule in enumerate(rules):
         heat, zone = rule.temperature or 1.0, 0.02 / (rule.temperature or 1.0)
         scores = (logits[row] / heat + noise[row] * (rule.temperature > 0)).double().sort(-1).values

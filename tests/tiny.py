@@ -122,6 +122,14 @@ def texts(rollouts: Sequence[Rollout]) -> dict[SampleKey, list[int]]:
     return {rollout.key: rollout.response_tokens.tolist() for rollout in rollouts}
 
 
+def tree_relations(parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depths [N] of a tree's nodes, and which nodes are each one's ancestors or itself, a mask [N, N]."""
+    ancestors = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        ancestors[node] |= ancestors[parent] if node else False
+    return ancestors.sum(1) - 1, ancestors
+
+
 def paged_attention(decoder: Decoder, num_rows: int, num_positions: int) -> Callable[[torch.Tensor], Attend]:
     """Attention over rows of their own pages, as a function of the positions [B, n] of a pass."""
     size = 64

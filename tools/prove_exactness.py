@@ -49,7 +49,7 @@ from tlt_hpc.rollout.device_cache import AttentionKind
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.settings import EngineSettings
-from tlt_hpc.rollout.strategy import STORED, parse_strategy
+from tlt_hpc.rollout.strategy import parse_strategy
 
 Texts = dict[SampleKey, NDArray[np.int32]]
 MOST_TOKENS, MOST_PROMPT = 512, 16
@@ -146,7 +146,8 @@ def make_engine(way: Way, device: torch.device, dtype: torch.dtype, model: Model
         kv_bytes=(num_pages + 1) * page_bytes(shape, way.page_size, dtype, 1) if num_pages else 0,
         page_size=way.page_size,
         prefill_tokens=way.prefill_tokens,
-        strategies=(*map(parse_strategy, way.strategies), *(STORED if way.ahead is not None else ())),
+        strategies=tuple(map(parse_strategy, way.strategies)),
+        stored_texts=way.ahead is not None,
         chooser=way.chooser,
         attention="paged-kernel" if half else way.attention,
     )

@@ -15,8 +15,18 @@ from tlt_hpc.kernels.dispatch import runs_triton
 
 MAX_QUERIES = 64
 """Queries that a call takes of a sequence, so that few programs are compiled."""
+_ROWS_WITHOUT_TRITON = 16
 PARTIAL_BYTES = 2**29
 """Most memory that a call takes on a GPU, for partial results of spans; with more sequences it takes some at a time."""
+
+
+def rows_of_tile(query: Tensor) -> int:
+    """Rows (queries times the query heads of a key-value head) that a program takes at once, of queries [..., d]."""
+    if not runs_triton(query):
+        return _ROWS_WITHOUT_TRITON
+    from tlt_hpc.kernels.programs import attention
+
+    return attention.tile_of(query).rows
 
 
 def paged_attention(

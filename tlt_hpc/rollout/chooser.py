@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from tlt_hpc.rollout.acceptance import Acceptance, StoredAcceptance
 from tlt_hpc.rollout.costs import RoundCosts
 from tlt_hpc.rollout.stored_text import StoredRow
-from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.rollout.strategy import OFF, STORED_DEPTHS, Strategy
 
 TRIAL_CHANCE = 0.05
 """Chance of a round to be a trial of a strategy that was tried before."""
@@ -81,7 +81,7 @@ class Chooser:
     """
 
     def __init__(self, strategies: Sequence[Strategy], seed: int = 0, agree: Agree | None = None) -> None:
-        """``strategies``, each once, include "off", which the others are compared with; those for stored texts last.
+        """``strategies``, each once, include "off", which the others are compared with.
 
         ``agree``: of ranks that decode the same responses together, which time their rounds apart and choose as the
         first of them does.
@@ -89,34 +89,39 @@ class Chooser:
         self.strategies = tuple(strategies)
         self._index = {strategy: i for i, strategy in enumerate(self.strategies)}
         self._off = self._index[OFF]
-        usual = [strategy for strategy in self.strategies if strategy.source != "stored"]
-        self._usable: Sequence[int] = range(len(usual))
+        self._usable: Sequence[int] = range(len(self.strategies))
         self._num_rounds = [0] * len(self.strategies)
         self._random, self._trial_chance, self._agree = random.Random(seed), TRIAL_CHANCE, agree
         self._costs = RoundCosts(self.strategies)
         self._budget, self._open_budget = TrialBudget(TRIAL_SHARE), TrialBudget(_OPEN_SHARE)
         self._last_outlook: _Outlook | None = None
         self._stored = StoredAcceptance()
-        self.acceptance = Acceptance(usual)
+        self.acceptance = Acceptance(self.strategies)
         """Counts of accepted drafts, which a checkpoint keeps; costs belong to the machine and are learned again."""
 
     def index_of(self, strategy: Strategy) -> int:
-        """Index of a strategy, with or without its ``rest``."""
-        return self._index[strategy if strategy.rest is None else replace(strategy, rest=None)]
+        """Index of a strategy."""
+        return self._index[strategy]
 
-    def choose(self, num_live: int, usable: Sequence[Strategy], stored: Sequence[StoredRow] = ()) -> Strategy:
-        """The strategy for a round of ``num_live`` sequences, among those usable now.
+    def choose(self, num_live: int, usable: Sequence[Strategy]) -> Strategy:
+        """The strategy for a round of ``num_live`` sequences, among those usable now."""
+        return self.choose_with_stored(num_live, usable, (), 0)[0]
 
-        ``stored``: drafts from stored texts, of the last sequences.
+    def choose_with_stored(
+        self, num_live: int, usable: Sequence[Strategy], stored: Collection[StoredRow], max_tokens: int
+    ) -> tuple[Strategy, int]:
+        """The strategy for a round of ``num_live`` sequences, and how many drafts at most stored texts give those that
+        have ``stored`` ones; 0: these are decoded like the others.
+
+        ``max_tokens``: of the pass, if stored texts are used.
         """
         assert num_live > 0
-        self._usable = [self._index[strategy] for strategy in usable if strategy.source != "stored"]
-        deep = [self._index[strategy] for strategy in usable if strategy.source == "stored"] if stored else []
-        index, rest = self._pick_stored(num_live, stored, deep) or (self._pick(num_live), -1)
+        self._usable = [self._index[strategy] for strategy in usable]
+        found = self._pick_stored(num_live, stored, max_tokens) if stored else None
+        index, depth = found or (self._pick(num_live), 0)
         if self._agree is not None:
-            rest, index = divmod(self._agree((rest + 1) * len(self.strategies) + index), len(self.strategies))
-            rest -= 1
-        return self.strategies[index] if rest < 0 else replace(self.strategies[index], rest=self.strategies[rest])
+            depth, index = divmod(self._agree(depth * len(self.strategies) + index), len(self.strategies))
+        return self.strategies[index], depth
 
     def observe(
         self,
@@ -125,34 +130,46 @@ class Chooser:
         num_tokens: int,
         seconds: float,
         accepted: Sequence[int],
-        stored: Sequence[StoredRow] = (),
     ) -> None:
         """Learn from a round, one or more rounds after it was chosen if need be.
 
         ``num_tokens`` were emitted over all its sequences; ``accepted`` are the accepted drafts of each sequence before
-        its end cut any off; ``stored`` is as it was chosen with, and empty for a strategy without ``rest``.
+        its end cut any off.
         """
-        index, seconds, num_rest = self.index_of(strategy), max(seconds, 1e-9), num_live - len(stored)
+        index, seconds, lost, lost_open = self.index_of(strategy), max(seconds, 1e-9), 0.0, 0.0
         self._num_rounds[index] += 1
-        lost, lost_open, rest = 0.0, 0.0, None
-        if strategy.rest is not None:
-            rest = self.index_of(strategy.rest), num_rest
-            for row, count in zip(stored, accepted[num_rest:], strict=True):
-                self._stored.add(row, strategy.depth, count)
-        else:
-            outlook = self._last_outlook
-            if outlook is None or outlook.num_live != num_live:
-                outlook = self._make_outlook(num_live)
-            if index != outlook.best_index and self._num_rounds[index] > 1:
-                loss = seconds - num_tokens / outlook.rates[outlook.best_index]
-                lost, lost_open = (0.0, loss) if index in outlook.open_indices else (loss, 0.0)
+        outlook = self._last_outlook
+        if outlook is None or outlook.num_live != num_live:
+            outlook = self._make_outlook(num_live)
+        if index != outlook.best_index and self._num_rounds[index] > 1:
+            loss = seconds - num_tokens / outlook.rates[outlook.best_index]
+            lost, lost_open = (0.0, loss) if index in outlook.open_indices else (loss, 0.0)
         self._budget.add(seconds, lost)
         self._open_budget.add(seconds, lost_open)
-        self._costs.add_measurement(index, num_live, seconds, rest)
-        self.acceptance.add(strategy.rest or strategy, num_rest, accepted[:num_rest])
+        self._costs.add_measurement(index, num_live, seconds)
+        self.acceptance.add(strategy, num_live, accepted)
+
+    def observe_with_stored(
+        self,
+        strategy: Strategy,
+        seconds: float,
+        accepted: Sequence[int],
+        stored: Mapping[int, StoredRow],
+        depth: int,
+    ) -> None:
+        """``observe`` for a round in which the sequences ``stored`` had at most ``depth`` drafts from stored texts."""
+        others = [count for row, count in enumerate(accepted) if row not in stored]
+        for row, text in stored.items():
+            self._stored.add(text, depth, accepted[row])
+        self._budget.add(seconds, 0.0)
+        self._open_budget.add(seconds, 0.0)
+        num_tokens = sum(1 + min(text.num_drafts, depth) for text in stored.values())
+        self._costs.add_measurement_with_stored(
+            self.index_of(strategy), len(others), len(stored), num_tokens, max(seconds, 1e-9)
+        )
+        self.acceptance.add(strategy, len(others), others)
 
     def _make_outlook(self, num_live: int) -> _Outlook:
-        # those for stored texts come last, and have neither lengths nor a place here
         seconds, deviations = self._costs.expected_seconds(num_live), self._costs.relative_deviations(num_live)
         lengths, length_deviations = self.acceptance.accept_lengths(num_live)
         rates = [num_live * length / cost for length, cost in zip(lengths, seconds, strict=False)]
@@ -184,27 +201,26 @@ class Chooser:
         rare = self._pick_trial_strategy(outlook, draw)
         return rare if rare is not None and self._budget.allows(outlook.expected_loss(rare)) else best
 
-    def _pick_stored(self, num_live: int, stored: Sequence[StoredRow], deep: Sequence[int]) -> tuple[int, int] | None:
-        """The best of the strategies ``deep`` for stored texts, and the best one for the other rows; None where all
-        rows are better decoded alike.
+    def _pick_stored(self, num_live: int, stored: Collection[StoredRow], max_tokens: int) -> tuple[int, int] | None:
+        """The best strategy for the sequences without a stored text, and the number of drafts for the others; None
+        where all are better decoded alike.
         """
-        if not deep or not self._costs.plain_cost_is_known:
+        if not self._costs.plain_cost_is_known:
             return None
-        num_rest, rest, tokens, drafting = num_live - len(stored), self._off, 0.0, 0.0
-        if num_rest:
-            others = self._make_outlook(num_rest)
-            rest = others.best_index
-            tokens = others.rates[rest] * others.seconds[rest]
-            drafting = self._costs.drafting_seconds(rest, num_rest)
-        alike = self._make_outlook(num_live)
-        rates = {-1: alike.rates[alike.best_index]}
-        for index in deep:
-            depth = self.strategies[index].depth
-            if depth >= self.strategies[rest].depth:
-                expected = tokens + sum(self._stored.accept_length(row, depth) for row in stored)
-                rates[index] = expected / (alike.seconds[index] + drafting)
-        best = max(rates, key=rates.__getitem__)
-        return None if best < 0 else (best, rest)
+        alike, num_rest = self._make_outlook(num_live), num_live - len(stored)
+        lengths = self.acceptance.accept_lengths(max(1, num_rest))[0]
+        known = [index for index in self._usable if self._costs.is_known(index)] if num_rest else []
+        best, best_rate = None, alike.rates[alike.best_index]
+        for depth in STORED_DEPTHS:
+            num_tokens = sum(1 + min(text.num_drafts, depth) for text in stored)
+            gained = sum(self._stored.accept_length(text, depth) for text in stored)
+            seconds = self._costs.expected_seconds_with_stored(num_rest, len(stored), num_tokens)
+            for index in known or [self._off]:
+                rate = (gained + num_rest * lengths[index]) / seconds[index]
+                fits = num_tokens + num_rest * self.strategies[index].widest_pass <= max_tokens
+                if fits and rate > best_rate:
+                    best, best_rate = (index, depth), rate
+        return best
 
     def _pick_trial_strategy(self, outlook: _Outlook, draw: float) -> int | None:
         """A strategy to try although the best one is better as far as is known: rarely, any that might win."""
@@ -235,10 +251,10 @@ class Chooser:
 class RandomChooser(Chooser):
     """Chooses all usable strategies equally often: for checks that the text does not depend on the strategy."""
 
-    def _pick_stored(self, num_live: int, stored: Sequence[StoredRow], deep: Sequence[int]) -> tuple[int, int] | None:
-        rest = self._pick(num_live) if num_live > len(stored) else self._off
-        deep = [index for index in deep if self.strategies[index].depth >= self.strategies[rest].depth]
-        return (self._random.choice(deep), rest) if deep and self._random.random() < 0.7 else None
+    def _pick_stored(self, num_live: int, stored: Collection[StoredRow], max_tokens: int) -> tuple[int, int] | None:
+        index, depth = self._pick(num_live) if num_live > len(stored) else self._off, self._random.choice(STORED_DEPTHS)
+        num_tokens = len(stored) * (1 + depth) + (num_live - len(stored)) * self.strategies[index].widest_pass
+        return (index, depth) if num_tokens <= max_tokens and self._random.random() < 0.7 else None
 
     def _pick(self, num_live: int) -> int:
         return self._usable[int(self._random.random() * len(self._usable))]

@@ -122,15 +122,29 @@ class RoundCosts:
             self._deviations[num_live] = now, found
         return found
 
-    def drafting_seconds(self, index: int, num_live: int) -> float:
-        """Seconds of the part of a round that drafts."""
-        return max(0.0, float(self._cost_terms(num_live)[index, 3:] @ self._coefficients[3:]))
+    def expected_seconds_with_stored(self, num_rest: int, num_stored: int, num_tokens: int) -> list[float]:
+        """Expected seconds, by strategy of ``num_rest`` sequences, of a round in which ``num_stored`` further ones have
+        ``num_tokens`` tokens from stored texts.
+        """
+        bucket, now = batch_bucket(num_rest + num_stored), self._num_rounds
+        modelled = self._modelled_seconds(num_rest, num_stored, num_tokens)
+        return [
+            seconds * (known[bucket].cost_factor(now) if bucket in known else 1.0)
+            for seconds, known in zip(modelled, self._corrections, strict=True)
+        ]
 
-    def add_measurement(self, index: int, num_live: int, seconds: float, rest: tuple[int, int] | None = None) -> None:
-        """A measured round; ``rest``: the strategy with which so many of its sequences were drafted for."""
-        if rest is not None:
-            # what the drafting of the others cost is taken as expected, and the remainder is the round's own
-            seconds = max(seconds - self.drafting_seconds(*rest), 0.1 * seconds)
+    def add_measurement_with_stored(
+        self, index: int, num_rest: int, num_stored: int, num_tokens: int, seconds: float
+    ) -> None:
+        """A measured round of ``expected_seconds_with_stored``; it tells of the coefficients alone."""
+        expected = self._modelled_seconds(num_rest, num_stored, num_tokens)[index]
+        seconds = min(max(seconds, expected / _FACTOR), expected * _FACTOR)
+        self._tables.clear()
+        self._num_rounds += 1
+        self._update_kalman_filter(self._cost_terms(num_rest, num_stored, num_tokens)[index], seconds, expected)
+
+    def add_measurement(self, index: int, num_live: int, seconds: float) -> None:
+        """A measured round."""
         terms = self._cost_terms(num_live)[index]
         if not self.plain_cost_is_known:
             self._scale_first_coefficients(terms, seconds)
@@ -150,9 +164,10 @@ class RoundCosts:
         correction = self._corrections[index].setdefault(batch_bucket(num_live), _Correction())
         correction.add(math.log(seconds / self._modelled_seconds(num_live)[index]), self._num_rounds)
 
-    def _cost_terms(self, num_live: int) -> NDArray[np.float64]:
-        """Factors [S, 5] of the coefficients in a round of so many sequences."""
-        return self._shapes * (1, num_live, num_live, 1, num_live)
+    def _cost_terms(self, num_live: int, num_stored: int = 0, num_tokens: int = 0) -> NDArray[np.float64]:
+        """Factors [S, 5] of the coefficients in a round of so many sequences, and further ones with stored texts."""
+        terms = self._shapes * (1, num_live, num_live, num_live > 0, num_live)
+        return terms + np.array((0, num_stored, num_tokens, 0, 0)) if num_stored else terms
 
     def _scale_first_coefficients(self, terms: NDArray[np.float64], seconds: float) -> None:
         """Scale the coefficients to the fastest of the first rounds; each may be off by as much as it is."""
@@ -172,9 +187,10 @@ class RoundCosts:
         self._coefficients = self._coefficients + (seconds - self._coefficients @ terms) / variance * spread
         self._covariance = covariance - np.outer(spread, spread) / variance
 
-    def _modelled_seconds(self, num_live: int) -> list[float]:
-        seconds, coefficients = self._cost_terms(num_live) @ self._coefficients, self._coefficients
-        plain = coefficients[0] + num_live * (coefficients[1] + coefficients[2])
+    def _modelled_seconds(self, num_live: int, num_stored: int = 0, num_tokens: int = 0) -> list[float]:
+        coefficients = self._coefficients
+        seconds = self._cost_terms(num_live, num_stored, num_tokens) @ coefficients
+        plain = coefficients[0] + (num_live + num_stored) * (coefficients[1] + coefficients[2])
         # no round is much cheaper than a plain one, whatever the coefficients say while they are hardly known
         lowest = max(0.5 * plain, 0.1 * self._scale if self._covariance.any() else 0.0)
         found: list[float] = np.maximum(seconds, lowest).tolist()

@@ -1,8 +1,9 @@
 """One round of the live rows: draft, verify in one target pass, accept the path that the target itself would take.
 
 Every emitted token is the target's own sample at its position (method, section 2): what is drafted decides how many
-come at once, never which. Knows no queue, no page and no request.
-Shapes: ``B`` rows, ``N`` nodes of a draft tree, ``m`` columns of the longest path, ``V`` vocabulary, ``H`` hidden.
+come at once, never which. Each row has a span of its own length in the pass. Knows no queue, no page and no request.
+Shapes: ``T`` tokens of a pass, ``B`` rows, ``N`` nodes of the widest span, ``m`` columns of the longest path, ``V``
+vocabulary, ``H`` hidden.
 """
 
 from __future__ import annotations
@@ -11,23 +12,33 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.rollout.drafts import LearnedDrafts, Proposal, join_proposals
+from tlt_hpc.rollout.drafts import LearnedDrafts, Proposal
 from tlt_hpc.rollout.ngram_drafts import NgramDrafts, NoiseAt, make_noise_reader
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rounds import PhaseSeconds, RoundPlan, RoundResult
 from tlt_hpc.rollout.sampling import choose_tokens_by_rule, token_log_probs
 from tlt_hpc.rollout.scheduler import Scheduler
-from tlt_hpc.rollout.strategy import OFF, Strategy
-from tlt_hpc.rollout.target_pass import AcceptedPath, TargetPass, noise_by_node, values_along_path
+from tlt_hpc.rollout.spans import (
+    DraftTable,
+    LayoutCache,
+    SpanLayout,
+    Spans,
+    group_by_width,
+    make_draft_chains,
+    make_span_layout,
+    make_spans,
+    replace_rows,
+)
+from tlt_hpc.rollout.strategy import Strategy
+from tlt_hpc.rollout.target_pass import AcceptedPath, TargetPass
 from tlt_hpc.rollout.tie_guard import TieGuard
-from tlt_hpc.rollout.tree import DraftTree, make_chains_from_rows, make_tree
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +59,7 @@ class HostRounds:
         layers = self.learned.drafter.feature_layers if self.learned else ()
         self.target = TargetPass(self.decoder, self.scheduler.rows, self.scheduler.cache, layers)
         self._done: deque[RoundResult] = deque()
+        self._layouts = LayoutCache()
 
     # -- what a device adds -------------------------------------------------------------------------------------
 
@@ -89,17 +101,23 @@ class HostRounds:
         """Draft, verify, accept, commit."""
         rows, clock, phases = self.scheduler.rows, _Clock(), PhaseSeconds()
         responses, num_guarded = list(rows.responses), self.guard.num_guarded
-        noise = self.noise.noise_at_positions(rows.response_lengths, plan.strategy.depth + 1)
+        self.noise.prepare(rows.response_lengths, plan.deepest + 1)
         phases.sample += clock.take_lap_seconds()
-        proposal, is_sound = self.propose(plan, noise)
-        drafts = proposal.drafts
+        drafts, proposal, which = self.draft(plan)
+        is_sound = self.rest_drafter_if_nan(None if proposal is None else proposal.scores)
+        if not is_sound:
+            drafts, proposal = self._plain_table(), None
         phases.draft += clock.take_lap_seconds()
-        features, logits = self.target.forward(drafts, self.scheduler.layout)
+        layout = self._layouts.get(tuple(drafts.widths), self.make_layout)
+        spans = make_spans(drafts, layout, rows.lengths)
+        features, logits = self.target.forward(
+            spans, [self.scheduler.layout_of_rows(group.rows) for group in layout.groups]
+        )
         phases.verify += clock.take_lap_seconds()
-        accepted = self._accept(drafts, logits, noise_by_node(noise, drafts))
-        self._commit(drafts, accepted, features, logits)
-        if self.learned is not None:
-            self.learned.count_accepted_nodes(proposal, accepted.on_path)
+        accepted = self._accept(spans, logits)
+        self._commit(spans, accepted, features, logits)
+        if proposal is not None:
+            self.count_accepted_nodes(proposal, which, layout, accepted.walk.on_path)
         phases.sample += clock.take_lap_seconds()
         given = append_accepted_tokens(responses, accepted)
         phases.other += clock.take_lap_seconds()
@@ -116,18 +134,59 @@ class HostRounds:
             )
         )
 
+    def make_layout(self, widths: tuple[int, ...]) -> SpanLayout:
+        """The layout of a pass over all live rows, whose spans have these widths."""
+        return make_span_layout(group_by_width(widths), self.decoder.device)
+
     # -- draft --------------------------------------------------------------------------------------------------
 
-    def propose(self, plan: RoundPlan, noise: Tensor) -> tuple[Proposal, bool]:
-        """Drafts of a round, and whether the drafter is sound; where it is not there are no drafts."""
-        rest = plan.strategy.rest
-        found = (
-            self._propose_by_strategy(plan.strategy, noise)
-            if rest is None
-            else self._propose_with_stored_texts(plan, rest, noise)
+    def draft(self, plan: RoundPlan) -> tuple[DraftTable, Proposal | None, Sequence[int]]:
+        """Drafts of a round, with what the learned drafter has proposed, if it took part, and for which rows."""
+        strategy, responses = plan.strategy, self.scheduler.rows.responses
+        which = [row for row in range(len(responses)) if row not in plan.stored]
+        chains: DraftTable | None = None
+        if plan.stored or strategy.source == "ngram":
+            stored = [(row, responses[row].stored) for row in plan.stored]
+            drafts = {row: text.next_drafts(plan.stored_depth) for row, text in stored if text is not None}
+            if strategy.source == "ngram" and which:
+                reader, others = self.noise_reader(which, strategy.depth), [responses[row] for row in which]
+                drafts.update(zip(which, self.ngram.draft_chains(others, reader, strategy), strict=True))
+            nodes = [[one.text[-1], *drafts.get(row, ())] for row, one in enumerate(responses)]
+            chains = make_draft_chains(nodes, self.decoder.device)
+        if strategy.source != "drafter" or not which:
+            return chains or self._plain_table(), None, ()
+        found = self.draft_with_model(strategy, which)
+        width, depth = strategy.widest_pass, strategy.depth
+        own = DraftTable(found.tokens, [width] * len(which), found.parents, depth if found.parents is not None else 0)
+        return own if chains is None else replace_rows(chains, which, own), found, which
+
+    def _plain_table(self) -> DraftTable:
+        """No drafts."""
+        rows = self.scheduler.rows
+        return DraftTable(rows.last_tokens(rows.index[: rows.num_live]).unsqueeze(1), [1] * rows.num_live)
+
+    def noise_reader(self, which: Sequence[int], depth: int) -> NoiseAt:
+        """Reads the noise of the next positions of these rows on the host."""
+        return make_noise_reader(self._noise_of_next_positions(which, depth))
+
+    def draft_with_model(self, strategy: Strategy, which: Sequence[int]) -> Proposal:
+        """The learned drafter's drafts for these rows."""
+        assert self.learned is not None, f"strategy {strategy.name} without a drafter"
+        layout, noise = (
+            self.scheduler.layout_of_rows(tuple(which)),
+            self._noise_of_next_positions(which, strategy.depth),
         )
-        is_sound = self.rest_drafter_if_nan(found.scores)
-        return (found if is_sound else self._propose_by_strategy(OFF, noise)), is_sound
+        return self.learned.propose(self.scheduler.rows, which, layout, noise, strategy)
+
+    def _noise_of_next_positions(self, which: Sequence[int], depth: int) -> Tensor:
+        """Noise [B, D, V] of the next positions of these rows."""
+        rows = self.scheduler.rows
+        index = rows.index_of(which)
+        first = (rows.lengths - rows.starts)[index].unsqueeze(1)
+        positions = first + torch.arange(depth, device=first.device)
+        return self.noise.noise_at(index.unsqueeze(1).expand_as(positions).flatten(), positions.flatten()).view(
+            *positions.shape, -1
+        )
 
     def rest_drafter_if_nan(self, scores: Tensor | None) -> bool:
         """True unless a score is NaN; then the drafter rests from now on."""
@@ -140,82 +199,62 @@ class HostRounds:
         self.drafter_is_sound = False
         return False
 
-    def _propose_by_strategy(self, strategy: Strategy, noise: Tensor) -> Proposal:
-        """Drafts of the first rows, as many as ``noise`` [B, D, V] has."""
-        rows, count = self.scheduler.rows, len(noise)
-        if strategy.source == "off":
-            return Proposal(DraftTree(rows.last_tokens(count).unsqueeze(1)))
-        if strategy.source == "ngram":
-            nodes = self.ngram_chains(strategy, make_noise_reader(noise), count)
-            return Proposal(make_chains_from_rows(nodes, max(map(len, nodes)), noise.device))
-        assert self.learned is not None, f"strategy {strategy.name} without a drafter"
-        return self.learned.propose(rows, self.scheduler.layout_of_first_rows(count), noise, strategy)
-
-    def _propose_with_stored_texts(self, plan: RoundPlan, rest: Strategy, noise: Tensor) -> Proposal:
-        """Drafts of stored texts for the rows that have any, which are the last ones, and others for the rest."""
-        count, nodes = self.stored_draft_nodes(plan)
-        others = self._propose_by_strategy(rest, noise[:count, : rest.depth + 1]) if count else None
-        width = max(*map(len, nodes), others.drafts.num_nodes if others else 0)
-        found = join_proposals(others, nodes, width, noise.device)
-        if found.drafts.parents is None:
-            return found
-        return replace(found, drafts=make_tree(found.drafts.tokens, found.drafts.parents, width - 1))
-
-    def stored_draft_nodes(self, plan: RoundPlan) -> tuple[int, list[list[int]]]:
-        """The number of rows without drafts from stored texts, and last token and drafts of each row after them."""
-        responses, num_rest = self.scheduler.rows.responses, self.scheduler.rows.num_live - len(plan.stored)
-        with_text = [(one, one.stored) for one in responses[num_rest:] if one.stored is not None]
-        return num_rest, [[one.text[-1], *stored.next_drafts(plan.strategy.depth)] for one, stored in with_text]
-
-    def ngram_chains(self, strategy: Strategy, noise: NoiseAt, count: int) -> list[list[int]]:
-        """The last token of each of the first rows, and the drafts after it."""
-        responses = self.scheduler.rows.responses[:count]
-        drafted = self.ngram.draft_chains(responses, noise, strategy)
-        return [[response.text[-1], *tokens] for response, tokens in zip(responses, drafted, strict=True)]
+    def count_accepted_nodes(
+        self, proposal: Proposal, which: Sequence[int], layout: SpanLayout, on_path: Tensor | None
+    ) -> None:
+        """Count which nodes of drafted trees were on the path [T]."""
+        if self.learned is None or on_path is None:
+            return
+        first = layout.first_tokens[self.scheduler.rows.index_of(which)]
+        nodes = torch.arange(proposal.tokens.shape[1], device=first.device)
+        self.learned.count_accepted_nodes(proposal, on_path[first.unsqueeze(1) + nodes])
 
     # -- accept -------------------------------------------------------------------------------------------------
 
-    def _accept(self, drafts: DraftTree, logits: Tensor, noise: Tensor) -> AcceptedPath:
+    def _accept(self, spans: Spans, logits: Tensor) -> AcceptedPath:
         """The target's own choices along the realised path, near-ties decided canonically."""
         rows = self.scheduler.rows
         rules = [response.rule for response in rows.responses]
+        noise = self.noise.noise_at(spans.layout.rows, rows.response_positions(spans))
         tolerated = self.guard.logit_tolerance
-        choice = choose_tokens_by_rule(logits, noise, rules, self.guard.score_tolerance)
+        choice = choose_tokens_by_rule(logits, noise, rules, spans.layout.rows, self.guard.score_tolerance)
         chosen, doubtful = choice.token, choice.doubtful
         decided = torch.zeros_like(doubtful)
         while True:
-            accepted = self.target.accepted_path(drafts, chosen)
+            accepted = self.target.accepted_path(spans, chosen)
             if not self.is_guarded or not bool(doubtful.any()):
                 return accepted
-            reached = torch.arange(accepted.path.shape[1], device=chosen.device) < accepted.counts.unsqueeze(1)
-            ties = (doubtful & ~decided).gather(1, accepted.path) & reached
+            reached = torch.arange(accepted.walk.path.shape[1], device=chosen.device) < accepted.counts.unsqueeze(1)
+            ties = (doubtful & ~decided)[accepted.walk.path] & reached
             if not bool(ties.any()):
                 return accepted
             # one tie a row at a time: its decision tells which later positions are reached at all
             for row in ties.any(1).nonzero().flatten().tolist():
                 column = int(ties[row].long().argmax())
-                node = int(accepted.path[row, column])
+                node = int(accepted.walk.path[row, column])
                 prefix = torch.cat(
-                    [rows.tokens[row, : rows.lengths[row]], drafts.tokens[row, accepted.path[row, 1 : column + 1]]]
+                    [rows.tokens[row, : rows.lengths[row]], spans.tokens[accepted.walk.path[row, 1 : column + 1]]]
                 )
-                chosen[row, node] = self.guard.decide_token_in_float64(
-                    prefix, noise[row, node], logits[row, node], rules[row]
-                )
-                decided[row, node] = True
+                chosen[node] = self.guard.decide_token_in_float64(prefix, noise[node], logits[node], rules[row])
+                decided[node] = True
             if self.guard.logit_tolerance > tolerated:
                 tolerated = self.guard.logit_tolerance
-                doubtful = choose_tokens_by_rule(logits, noise, rules, self.guard.score_tolerance).doubtful
+                doubtful = choose_tokens_by_rule(
+                    logits, noise, rules, spans.layout.rows, self.guard.score_tolerance
+                ).doubtful
 
     # -- commit -------------------------------------------------------------------------------------------------
 
-    def _commit(self, drafts: DraftTree, accepted: AcceptedPath, features: Tensor, logits: Tensor) -> None:
+    def _commit(self, spans: Spans, accepted: AcceptedPath, features: Tensor, logits: Tensor) -> None:
         """Commit what the rows accepted, with its log-probs."""
-        rows = self.scheduler.rows
-        at_path = (logits if drafts.depths is None else values_along_path(logits, accepted.path))[
-            ..., : self.noise.vocab_size
-        ]
-        log_probs = token_log_probs(at_path, accepted.chosen, rows.temperatures[: rows.num_live].view(-1, 1, 1))
-        columns = self.target.commit(drafts, accepted, features)
+        rows, used = self.scheduler.rows, logits[:, : self.noise.vocab_size]
+        if spans.is_tree:  # most nodes are not on the path
+            heat = rows.temperatures[: rows.num_live].view(-1, 1, 1)
+            log_probs = token_log_probs(used[accepted.walk.path], accepted.chosen, heat)
+        else:
+            each = token_log_probs(used, accepted.choices, rows.temperatures[spans.layout.rows].unsqueeze(1))
+            log_probs = each[accepted.walk.path]
+        columns = self.target.commit(spans, accepted, features)
         rows.log_probs[torch.arange(len(columns)).unsqueeze(1), columns.cpu()] = log_probs.cpu()
 
 
@@ -226,7 +265,7 @@ def append_accepted_tokens(
     counts: list[int] = accepted.counts.tolist()
     for response, row, count in zip(responses, accepted.chosen.tolist(), counts, strict=True):
         response.text.extend(row[:count])
-    return counts, accepted.ended.tolist(), [int(count) - 1 for count in accepted.on_path.sum(1).tolist()]
+    return counts, accepted.ended.tolist(), accepted.walk.accepted.tolist()
 
 
 class _Clock:

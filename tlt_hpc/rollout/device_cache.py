@@ -12,16 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_hpc.kernels.attention import MAX_QUERIES, paged_attention
+from tlt_hpc.kernels.attention import MAX_QUERIES, paged_attention, rows_of_tile
 from tlt_hpc.kernels.pointwise import HeadNorms, rotate_and_store
+from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.layers import Attend, FusedAttend
 from tlt_hpc.models.rotary import RotaryRows
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.rollout.kv_cache import HostPagedCache, Layout, PagedCache, PoolSizes, Seen
+from tlt_hpc.rollout.spans import SpanGroup, SpanLayout, Spans, span_places
+from tlt_hpc.rollout.transfer import upload
 
 AttentionKind = Literal["auto", "pages", "paged-kernel"]
 """Page by page in PyTorch, or by a kernel that follows the page table; "auto": the kernel on CUDA alone."""
@@ -60,6 +64,11 @@ class DevicePagedCache(PagedCache):
             flat = pages[: self._num_target_layers].flatten(1, 2)
             flat[:, target] = flat[:, source]
 
+    def make_span_attention(self, spans: Spans, layouts: Sequence[Layout | None]) -> Attend:
+        """Attention of a pass over spans."""
+        blocks, write = span_blocks(spans, self.tables.int()), self.slots_of_tokens(spans.layout.rows, spans.places)
+        return _PassAttend(self._keys, self._values, write, blocks, self._windows, None)
+
     def _make_pass_attentions(
         self, layout: Layout | None, tables: Tensor, seen: Seen, width: int, only_layer: int | None
     ) -> list[Attend]:
@@ -85,7 +94,7 @@ class _PassAttend(FusedAttend):
     values: Tensor
     write: Tensor
     """Slots [T] that the pass writes: a row's repeated position twice, what belongs nowhere to the page beyond."""
-    reading: Blocks
+    reading: Blocks | SpanBlocks
     windows: tuple[int, ...]
     """Window of each layer, as in ``PagedCache``."""
     only_layer: int | None
@@ -141,6 +150,77 @@ class Blocks:
         blocks = by_row.view(num_blocks, width, *query.shape[1:])
         out = paged_attention(blocks, keys, values, self.table, self.committed, self.seen, self.paths, window=window)
         return out.view(self.num_rows, -1, out.shape[2])[:, : self.num_queries].reshape(len(query), -1)
+
+
+@dataclass(frozen=True)
+class SpanBlocks:
+    """The queries of a pass over spans as the kernels take them: blocks of ``W`` slots, some of them empty."""
+
+    slot_of_token: Tensor
+    token_of_slot: Tensor
+    """Token [blocks * W] of each slot, any token in an empty one."""
+    table: Tensor
+    """Pages [blocks, M] int32."""
+    committed: Tensor
+    """[blocks] int32"""
+    seen: Tensor
+    """[blocks, W] int32, as in ``Blocks``."""
+    paths: Tensor | None = None
+
+    def compute_attention(self, query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+        """As that of ``Blocks``."""
+        blocks = query[self.token_of_slot].view(*self.seen.shape, *query.shape[1:])
+        out = paged_attention(blocks, keys, values, self.table, self.committed, self.seen, self.paths, window=window)
+        return out.flatten(0, 1)[self.slot_of_token]
+
+
+def span_blocks(spans: Spans, tables: Tensor) -> SpanBlocks:
+    """Blocks of the queries of spans; tables [R, M] int32, the last row's for empty blocks.
+
+    What precedes a block of a chain is committed to it; in a tree a block sees the nodes of its span by their paths.
+    """
+    layout, places = spans.layout, spans.places
+    assert layout.slot_of_token is not None and layout.token_of_slot is not None
+    used, token = layout.token_of_slot >= 0, layout.token_of_slot.clamp(min=0)
+    first = token[:, 0]
+    table = tables[torch.where(used[:, 0], layout.rows[first], len(tables) - 1)]
+    if not spans.is_tree:
+        committed = torch.where(used[:, 0], places[first], 0).int()
+        seen = torch.where(used, places[token] - committed.unsqueeze(1) + 1, 0).int()
+        return SpanBlocks(layout.slot_of_token, token.flatten(), table, committed, seen)
+    committed = torch.where(used[:, 0], places[first] - layout.nodes[first], 0).int()
+    nodes = torch.arange(min(MAX_QUERIES, len(places)), device=places.device)
+    sees = (spans.visible_nodes()[token].unsqueeze(2) >> nodes & 1).bool() & used.unsqueeze(2)
+    # a node's ancestors come before it, so in ascending order they are its path
+    order = torch.where(sees, nodes, len(nodes)).sort(2).values
+    paths = torch.where(order < len(nodes), order, 0).int()
+    return SpanBlocks(layout.slot_of_token, token.flatten(), table, committed, sees.sum(2).int(), paths)
+
+
+def queries_per_block(decoder: Decoder) -> int:
+    """Queries of a row that the attention kernel takes in one tile."""
+    shape, query = decoder.part, torch.empty(0, decoder.part.head_dim, dtype=decoder.dtype, device=decoder.device)
+    return max(1, rows_of_tile(query) // (shape.num_heads // shape.num_kv_heads))
+
+
+def make_block_layout(
+    widths: Sequence[int], num_tokens: int, num_rows: int, num_queries: int, device: torch.device
+) -> SpanLayout:
+    """The layout of rows whose spans have these widths, filled up to ``num_tokens`` with tokens of the row after
+    ``num_rows``, with blocks of ``num_queries``; their number follows from the other numbers alone.
+    """
+    places = span_places([SpanGroup((row,), width) for row, width in enumerate(widths)], num_tokens, num_rows)
+    all_widths = np.array([*widths, *filter(None, [num_tokens - sum(widths)])])
+    each = -(-all_widths // num_queries)
+    num_blocks = num_tokens if num_queries == 1 else min(num_tokens, num_rows) + 1 + num_tokens // num_queries
+    starts = np.repeat(np.cumsum(each) - each, all_widths) * num_queries
+    slot_of_token = starts + np.arange(num_tokens) - np.repeat(np.cumsum(all_widths) - all_widths, all_widths)
+    token_of_slot = np.full(num_blocks * num_queries, -1)
+    token_of_slot[slot_of_token] = np.arange(num_tokens)
+    numbers = upload(np.concatenate((places.flatten(), slot_of_token, token_of_slot)).tolist(), device)
+    by_token, by_slot = numbers[: 5 * num_tokens].view(5, -1), numbers[5 * num_tokens :].view(-1, num_queries)
+    longest = max(widths, default=1)
+    return SpanLayout(by_token[:4], num_rows + 1, longest, slot_of_token=by_token[4], token_of_slot=by_slot)
 
 
 def chain_blocks(positions: Tensor, table: Tensor) -> Blocks:

@@ -11,26 +11,26 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from tlt_hpc.rollout.decoding import HostRounds, append_accepted_tokens
-from tlt_hpc.rollout.drafts import Proposal, join_proposals
+from tlt_hpc.rollout.drafts import Proposal
 from tlt_hpc.rollout.graph_round import NUM_FIGURES, GraphRound
 from tlt_hpc.rollout.ngram_drafts import NoiseAt
 from tlt_hpc.rollout.noise import gumbel_number, noise_key
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rounds import PhaseSeconds, RoundPlan, RoundResult
-from tlt_hpc.rollout.strategy import OFF, Strategy
-from tlt_hpc.rollout.target_pass import noise_by_node
+from tlt_hpc.rollout.settings import EngineSettings
+from tlt_hpc.rollout.spans import DraftTable, SpanLayout, make_spans
+from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.transfer import PendingHostCopy, upload
-from tlt_hpc.rollout.tree import DraftTree, make_chains_from_rows, make_tree
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DeviceRounds(HostRounds):
     """Rounds whose tensors stay on the device.
 
@@ -38,11 +38,11 @@ class DeviceRounds(HostRounds):
     whose rule truncates (top-k, top-p), it is carried out as on the host: the guard knows more zones of doubt there.
     """
 
-    strategies: tuple[Strategy, ...] = (OFF,)
+    settings: EngineSettings
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._graphs = GraphRound(self.target, self.noise, self.learned, self.strategies)
+        self._graphs = GraphRound(self.target, self.noise, self.learned, self.settings)
         self._in_flight: deque[_Round] = deque()
 
     def capture(self, truncates: bool) -> None:
@@ -62,14 +62,13 @@ class DeviceRounds(HostRounds):
     @property
     def tokens_in_flight(self) -> int:
         """Tokens that a row may have got in rounds that have not been read."""
-        return sum(started.plan.strategy.reach + 1 for started in self._in_flight)
+        return sum(started.plan.deepest + 1 for started in self._in_flight)
 
     # -- which rounds -------------------------------------------------------------------------------------------
 
     def overlaps(self, strategy: Strategy) -> bool:
         """True if neither the guard nor the strategy's drafts need the texts of the round before."""
-        needs_texts = strategy.source in ("ngram", "stored")
-        return not (self.is_guarded or needs_texts)
+        return not (self.is_guarded or strategy.source == "ngram")
 
     # -- a round ------------------------------------------------------------------------------------------------
 
@@ -86,24 +85,25 @@ class DeviceRounds(HostRounds):
         self._graphs.tolerance.fill_(self.guard.logit_tolerance if self.is_guarded else 0.0)
         num_captured = len(self._graphs)
         watch = _Stopwatch(self.decoder.device)
-        padded = self._propose_for_round(plan)
+        drafts, proposal, which = self.draft(plan)
+        layout = self._graphs.layout_of_widths(tuple(drafts.widths))
         watch.mark()
         before = rows.lengths.clone() if self.is_guarded else None
-        outcome, log_probs, on_path = self._graphs.verify_and_commit(padded.drafts, truncates)
-        live, proposal = slice(rows.num_live), padded.first_rows(rows.num_live)
+        outcome, log_probs, on_path = self._graphs.verify_and_commit(drafts, layout, truncates)
+        live = slice(rows.num_live)
         host_copies = (
             PendingHostCopy(outcome[live]),
             PendingHostCopy(log_probs[live]),
-            None if proposal.scores is None else PendingHostCopy(proposal.scores),
+            None if proposal is None else PendingHostCopy(proposal.scores),
         )
-        if self.learned is not None:
-            self.learned.count_accepted_nodes(proposal, on_path[live])
+        if proposal is not None:
+            self.count_accepted_nodes(proposal, which, layout, on_path)
         watch.mark()
         self._in_flight.append(
             _Round(
                 plan=plan,
                 responses=list(rows.responses),
-                drafts=proposal.drafts,
+                drafts=drafts,
                 before=before,
                 host_copies=host_copies,
                 watch=watch,
@@ -112,48 +112,33 @@ class DeviceRounds(HostRounds):
             )
         )
 
-    def _propose_for_round(self, plan: RoundPlan) -> Proposal:
-        """The drafts of a bucket."""
-        rows, strategy = self.scheduler.rows, plan.strategy
-        if strategy.rest is None:
-            return self._propose_for_first_rows(strategy, rows.num_live)
-        num_rest, nodes = self.stored_draft_nodes(plan)
-        nodes += nodes[:1] * (self._graphs.bucket_size(rows.num_live) - rows.num_live)
-        others = self._propose_for_first_rows(strategy.rest, num_rest).first_rows(num_rest) if num_rest else None
-        return join_proposals(others, nodes, strategy.widest_pass, self.decoder.device)
+    def make_layout(self, widths: tuple[int, ...]) -> SpanLayout:
+        """The layout of a pass that is no graph."""
+        return replace(self._graphs.make_layout(widths, sum(widths)), num_rows=len(widths))
 
-    def _propose_for_first_rows(self, strategy: Strategy, num_live: int) -> Proposal:
-        """The drafts of the bucket of the first ``num_live`` rows."""
-        rows, count = self.scheduler.rows, self._graphs.bucket_size(num_live)
-        if strategy == OFF:
-            return Proposal(DraftTree(rows.last_tokens(count).unsqueeze(1)))
-        if strategy.source == "ngram":
-            nodes = self.ngram_chains(strategy, _make_host_noise_reader(rows.responses), num_live)
-            nodes += nodes[:1] * (count - len(nodes))
-            return Proposal(make_chains_from_rows(nodes, strategy.widest_pass, self.decoder.device))
-        self._run_drafter_on_backlog(num_live)
-        assert self.learned is not None
-        others = self.learned.known[num_live:count].clone()
-        found = self._graphs.draft_by_graph(count, strategy)
-        self.learned.known[num_live:count] = others  # of rows with stored texts it has not read all
-        return found
+    def noise_reader(self, which: Sequence[int], depth: int) -> NoiseAt:
+        """Computes the noise on the host, without a copy from the device."""
+        return _make_host_noise_reader([self.scheduler.rows.responses[row] for row in which])
 
-    def _run_drafter_on_backlog(self, count: int) -> None:
-        """Let the drafter read what its graph has no room for, of the first ``count`` rows.
+    def draft_with_model(self, strategy: Strategy, which: Sequence[int]) -> Proposal:
+        """The learned drafter's drafts for these rows."""
+        self._run_drafter_on_backlog(which)
+        return self._graphs.draft_rows(which, strategy)
+
+    def _run_drafter_on_backlog(self, which: Sequence[int]) -> None:
+        """Let the drafter read what its graph has no room for, of these rows.
 
         Rows with less to read stay out: beside a new row's prompt, or a long text that was preempted, each of them
         would repeat its last position in every pass.
         """
         assert self.learned is not None
-        rows, responses = self.scheduler.rows, self.scheduler.rows.responses[:count]
-        in_flight = self.tokens_in_flight
-        unread = [len(response.text) + in_flight - 1 - response.num_read for response in responses]
-        late = [row for row, number in enumerate(unread) if number > self._graphs.read_width]
+        rows, in_flight = self.scheduler.rows, self.tokens_in_flight
+        unread = {row: len(rows.responses[row].text) + in_flight - 1 - rows.responses[row].num_read for row in which}
+        late = [row for row, number in unread.items() if number > self._graphs.read_width]
         if late:
-            which = slice(count) if len(late) == count else upload(late, self.decoder.device)
-            self.learned.run_on_next_positions(rows, which, None, max(unread))
-        for response in responses:  # at least; what is in flight is known when it is read
-            response.num_read = len(response.text) - 1
+            self.learned.run_on_next_positions(rows, upload(late, self.decoder.device), None, max(unread.values()))
+        for row in which:  # at least; what is in flight is known when it is read
+            rows.responses[row].num_read = len(rows.responses[row].text) - 1
 
     # -- read ---------------------------------------------------------------------------------------------------
 
@@ -214,13 +199,12 @@ class DeviceRounds(HostRounds):
         assert started.before is not None and not self._in_flight
         rows = self.scheduler.rows
         rows.lengths.copy_(started.before)
-        drafts = started.drafts
-        if drafts.parents is not None:
-            drafts = make_tree(drafts.tokens, drafts.parents, drafts.num_nodes - 1)
-        noise = self.noise.noise_at_positions(rows.response_lengths, started.plan.strategy.depth + 1)
-        features, logits = self.target.forward(drafts, None)
-        accepted = self._accept(drafts, logits, noise_by_node(noise, drafts))
-        self._commit(drafts, accepted, features, logits)
+        self.noise.prepare(rows.response_lengths, started.drafts.deepest + 1)
+        layout = self._layouts.get(tuple(started.drafts.widths), self.make_layout)
+        spans = make_spans(started.drafts, layout, rows.lengths)
+        features, logits = self.target.forward(spans, ())
+        accepted = self._accept(spans, logits)
+        self._commit(spans, accepted, features, logits)
         return append_accepted_tokens(started.responses, accepted)
 
 
@@ -230,7 +214,7 @@ class _Round:
 
     plan: RoundPlan
     responses: list[Response]
-    drafts: DraftTree
+    drafts: DraftTable
     before: Tensor | None
     """Lengths before it, kept for the tie guard."""
     host_copies: tuple[PendingHostCopy, PendingHostCopy, PendingHostCopy | None]

@@ -8,7 +8,7 @@ Shapes: ``B`` rows, ``F`` nodes that grow, ``K`` branching, ``D`` depth, ``H`` h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,6 @@ from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import top_scores
 from tlt_hpc.rollout.strategy import MAX_BRANCHES, MAX_DEPTH, Strategy
 from tlt_hpc.rollout.transfer import upload, write_number_on_device
-from tlt_hpc.rollout.tree import DraftTree, join_trees_and_chains, make_chains, make_tree
 
 _CATCH_UP_WIDTH = 256
 """Positions of a row in one catch-up pass: a drafter that was not used for a long response has much to read."""
@@ -85,29 +84,20 @@ Pick = Callable[[int, Tensor, int], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafts of a round, or of its first rows."""
+    """The learned drafter's drafts for some rows."""
 
-    drafts: DraftTree
-    scores: Tensor | None = None
-    """Numbers [B] of the learned drafter's scores, in which any NaN shows; None: it did not take part."""
+    tokens: Tensor
+    """[B, N], node 0 is the last committed token."""
+    scores: Tensor
+    """Numbers [B], in which any NaN of the drafter's scores shows."""
+    parents: Tensor | None = None
+    """[B, N] of trees."""
     cells: Tensor | None = None
     """Cells [B, N] of the drafts' chances, where they form trees."""
 
     def first_rows(self, count: int) -> Proposal:
-        """Drafts of the first rows, without what follows from ``parents``."""
-        drafts = self.drafts
-        return Proposal(
-            DraftTree(drafts.tokens[:count], None if drafts.parents is None else drafts.parents[:count]),
-            None if self.scores is None else self.scores[:count],
-            None if self.cells is None else self.cells[:count],
-        )
-
-
-def join_proposals(first: Proposal | None, rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Proposal:
-    """Drafts of the first rows, if any, and the chains ``rows`` of those after them (``join_trees_and_chains``)."""
-    if first is None:
-        return Proposal(join_trees_and_chains(None, rows, width, device))
-    return replace(first, drafts=join_trees_and_chains(first.drafts, rows, width, device))
+        """Drafts of the first rows."""
+        return Proposal(*(None if x is None else x[:count] for x in vars(self).values()))  # type: ignore[arg-type]
 
 
 class LearnedDrafts:
@@ -148,50 +138,53 @@ class LearnedDrafts:
             response.num_read = 0
 
     @torch.inference_mode()
-    def propose(self, rows: LiveRows, layout: Layout | None, noise: Tensor, strategy: Strategy) -> Proposal:
-        """Drafts after the committed tokens of the first rows, as many as ``noise`` has.
+    def propose(
+        self, rows: LiveRows, which: Sequence[int], layout: Layout | None, noise: Tensor, strategy: Strategy
+    ) -> Proposal:
+        """Drafts after the committed tokens of the rows ``which``, of which ``layout`` is.
 
         ``noise`` [B, D.., V] starts at the position of the first draft. Catches up with all positions that the drafter
         has not seen, however long it was not asked.
         """
         noise = noise[..., : self._num_tokens] if self._vocabulary is None else noise[..., self._vocabulary]
-        temperatures = rows.temperatures[: len(noise)]
-        feature = self.run_on_unread_positions(rows, len(noise), layout)
+        index = rows.index_of(which)
+        temperatures = rows.temperatures[index]
+        feature = self.run_on_unread_positions(rows, which, layout)
 
         def pick(d: int, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
             return top_scores(perturb_logits(logits, noise[:, d : d + 1], temperatures, strategy.sharpness), count)
 
-        return self.draft_chain_or_tree(rows, layout, pick, strategy, feature)
+        return self.draft_chain_or_tree(rows, index, layout, pick, strategy, feature)
 
     def count_accepted_nodes(self, proposal: Proposal, on_path: Tensor) -> None:
         """Count which nodes of the proposal's trees were on the path [B, N], of those whose parents were.
 
         Rows whose scores are NaN tell nothing.
         """
-        if proposal.cells is None or proposal.scores is None or proposal.drafts.parents is None:
+        if proposal.cells is None or proposal.parents is None:
             return
-        count, n = proposal.cells.shape
-        on_path = on_path[:count, :n] & ~torch.isnan(proposal.scores).unsqueeze(1)
-        visited = on_path.gather(1, proposal.drafts.parents[:count, :n])[:, 1:]
+        on_path = on_path & ~torch.isnan(proposal.scores).unsqueeze(1)
+        visited = on_path.gather(1, proposal.parents)[:, 1:]
         self.chances.count_nodes(proposal.cells[:, 1:], visited, on_path[:, 1:])
 
-    def run_on_unread_positions(self, rows: LiveRows, count: int, layout: Layout | None) -> Tensor:
-        """Read whatever the drafter has not of the first ``count`` rows; returns its own feature [B, H] at each one's
-        newest true position.
+    def run_on_unread_positions(self, rows: LiveRows, which: Sequence[int], layout: Layout | None) -> Tensor:
+        """Read whatever the drafter has not of the rows ``which``; returns its own feature [B, H] at each one's newest
+        true position.
         """
-        unread = [len(response.text) - 1 - response.num_read for response in rows.responses[:count]]
-        late = [row for row, number in enumerate(unread) if number > _LATE]
-        if 0 < len(late) <= count // 2:  # the others would repeat their last position in every pass
+        responses, device = [rows.responses[row] for row in which], rows.lengths.device
+        unread = [len(response.text) - 1 - response.num_read for response in responses]
+        late = [row for row, number in zip(which, unread, strict=True) if number > _LATE]
+        if 0 < len(late) <= len(which) // 2:  # the others would repeat their last position in every pass
             tables = [rows.responses[row].pages for row in late]
             own = self._cache.build_layout(tables, 1 + max(map(max, tables)))
-            self.run_on_next_positions(rows, upload(late, rows.lengths.device), own, max(unread))
+            self.run_on_next_positions(rows, upload(late, device), own, max(unread))
             unread = [number for number in unread if number <= _LATE]
-        feature = self.run_on_next_positions(rows, slice(count), layout, max(1, *unread))
-        for response in rows.responses[:count]:
+        feature = self.run_on_next_positions(rows, rows.index_of(which), layout, max(1, *unread))
+        for response in responses:
             response.num_read = len(response.text) - 1
         return feature
 
-    def run_on_next_positions(self, rows: LiveRows, which: slice | Tensor, layout: Layout | None, width: int) -> Tensor:
+    def run_on_next_positions(self, rows: LiveRows, which: Tensor, layout: Layout | None, width: int) -> Tensor:
         """Run on the next positions, at most ``width``, of the rows ``which`` [B].
 
         ``layout`` is that of these rows. Returns as ``run_on_unread_positions`` does.
@@ -199,7 +192,7 @@ class LearnedDrafts:
         lengths, known = rows.lengths[which], self.known[which]
         last = lengths - 2
         start = torch.minimum(known, last.clamp(min=0))
-        count = len(lengths)
+        count, index = len(lengths), rows.index[: len(lengths)]
         assert self._cache.features is not None
         feature = self._cache.features[:count, -self.drafter.shape.hidden_size :]
         most = max(1, min(_CATCH_UP_WIDTH, _CATCH_UP_TOKENS // count))
@@ -209,17 +202,17 @@ class LearnedDrafts:
             at = torch.minimum(start.unsqueeze(1) + columns, last.clamp(min=0).unsqueeze(1))
             out = self._run_at_positions(rows, which, layout, at)
             column = (last - start - begin).clamp(0, len(columns) - 1)
-            newest = out[rows.index[:count], column]
+            newest = out[index, column]
             feature = newest if begin == 0 else torch.where((last - start >= begin).unsqueeze(1), newest, feature)
         self.known[which] = lengths - 1
         # a sequence of one token has no feature to draft from yet: what is proposed for it is a guess
         return feature
 
-    def _run_at_positions(self, rows: LiveRows, which: slice | Tensor, layout: Layout | None, at: Tensor) -> Tensor:
+    def _run_at_positions(self, rows: LiveRows, which: Tensor, layout: Layout | None, at: Tensor) -> Tensor:
         """The drafter's features [B, n, H] at committed positions [B, n], whose keys and values it keeps."""
         assert self._cache.features is not None
         tables = self._cache.tables[which]
-        tokens = rows.tokens[rows.index[which].unsqueeze(1), at + 1]
+        tokens = rows.tokens[which.unsqueeze(1), at + 1]
         features = self._cache.features[self._cache.slots_of_positions(at, tables)]
         states = self.drafter.fuse(features.flatten(0, 1)).view(*at.shape, -1)
         attend = self._cache.make_attention(layout, tables, at, only_layer=self._cache.drafter_layer)
@@ -240,14 +233,14 @@ class LearnedDrafts:
         return pick
 
     def draft_chain_or_tree(
-        self, rows: LiveRows, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor
+        self, rows: LiveRows, which: Tensor, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor
     ) -> Proposal:
-        """Drafts of as many rows as ``feature`` [B, H] has, which belongs to their newest positions.
+        """Drafts of the rows ``which`` [B]; ``feature`` [B, H] belongs to their newest positions.
 
         Reads and writes nothing on the host, and no shape depends on data.
         """
         grow = self._draft_chain if strategy.branching == 1 else self._draft_tree
-        return grow(rows, layout, pick, strategy, feature)
+        return grow(rows, which, layout, pick, strategy, feature)
 
     def _run_drafter(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: object) -> Tensor:
         embedded = F.embedding(tokens.flatten(), self._decoder.embedding)
@@ -269,32 +262,31 @@ class LearnedDrafts:
         return index if self._vocabulary is None else self._vocabulary[index]
 
     def _draft_chain(
-        self, rows: LiveRows, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor
+        self, rows: LiveRows, which: Tensor, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor
     ) -> Proposal:
-        count = len(feature)
-        at = (rows.lengths[:count] - 1).unsqueeze(1) + torch.arange(strategy.depth - 1, device=feature.device)
+        at = (rows.lengths[which] - 1).unsqueeze(1) + torch.arange(strategy.depth - 1, device=feature.device)
         feature = feature.unsqueeze(1)
         attends = []
         if strategy.depth > 1:
-            tables, layer = self._cache.tables[:count], self._cache.drafter_layer
+            tables, layer = self._cache.tables[which], self._cache.drafter_layer
             attends = self._cache.make_step_attentions(layout, tables, at, only_layer=layer)
-        drafts, best = [], []
+        drafts, best = [rows.last_tokens(which).unsqueeze(1)], []
         for d in range(strategy.depth):
             values, indices = pick(d, self._logits(feature), 1)
             best.append(values.flatten(1))
             drafts.append(self._to_token_ids(indices.flatten(1)))
             if d + 1 < strategy.depth:
                 feature = self._run_drafter(drafts[-1], feature, at[:, d : d + 1], attends[d])
-        return Proposal(make_chains(rows.last_tokens(count), torch.cat(drafts, 1)), torch.cat(best, 1).sum(1))
+        return Proposal(torch.cat(drafts, 1), torch.cat(best, 1).sum(1))
 
     def _draft_tree(
-        self, rows: LiveRows, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor
+        self, rows: LiveRows, which: Tensor, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor
     ) -> Proposal:
         """Grow level by level, each time the likeliest nodes of a level; keep the likeliest nodes of all."""
         count, branching = len(feature), min(strategy.branching, MAX_BRANCHES)
         device = feature.device
-        last = (rows.lengths[:count] - 2).unsqueeze(1)
-        tables = self._cache.tables[:count]
+        last = (rows.lengths[which] - 2).unsqueeze(1)
+        tables = self._cache.tables[which]
         num_slots = 1 + (strategy.depth - 1) * branching
         feature = feature.unsqueeze(1)
         # index of the growing nodes among all candidates; 0 is the root
@@ -302,7 +294,7 @@ class LearnedDrafts:
         chance = torch.ones(count, 1, device=device)
         slots = torch.arange(num_slots, device=device)
         reach = (slots == 0).expand(count, 1, -1)
-        tokens, parents = [rows.last_tokens(count).unsqueeze(1)], [node]
+        tokens, parents = [rows.last_tokens(which).unsqueeze(1)], [node]
         chances, cells = [torch.full((count, 1), 2.0, device=device)], [node]
         best, num_candidates = [], 1
         for d in range(strategy.depth):
@@ -327,16 +319,14 @@ class LearnedDrafts:
                 position = (last + 1 + d).expand(-1, branching)
                 feature = self._run_drafter(tokens[-1].gather(1, grown), before, position, attend)
             num_candidates += each.shape[1]
-        drafts, kept = _keep_likeliest_nodes(
-            strategy, *(torch.cat(part, 1) for part in (tokens, parents, chances, cells))
-        )
-        return Proposal(drafts, torch.cat(best, 1).sum(1), kept)
+        likeliest = _keep_likeliest_nodes(strategy, *(torch.cat(part, 1) for part in (tokens, parents, chances, cells)))
+        return Proposal(likeliest[0], torch.cat(best, 1).sum(1), *likeliest[1:])
 
 
 def _keep_likeliest_nodes(
     strategy: Strategy, tokens: Tensor, parents: Tensor, chances: Tensor, cells: Tensor
-) -> tuple[DraftTree, Tensor]:
-    """The root and the ``num_drafts`` likeliest candidates [B, C] as a tree, with their cells.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, parents and cells [B, N] of a tree: the root and the ``num_drafts`` likeliest candidates [B, C].
 
     A child's chance is below its parent's, so with a node all its ancestors are kept.
     """
@@ -345,4 +335,4 @@ def _keep_likeliest_nodes(
     kept = order[:, : strategy.num_drafts + 1].sort(1).values
     place = torch.zeros_like(tokens).scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
     parent = place.gather(1, parents.gather(1, kept))
-    return make_tree(tokens.gather(1, kept), parent, strategy.depth), cells.gather(1, kept)
+    return tokens.gather(1, kept), parent, cells.gather(1, kept)

@@ -31,7 +31,7 @@ from tlt_hpc.rollout.scheduler import Scheduler
 from tlt_hpc.rollout.settings import EngineSettings, check_request, check_settings, pool_sizes
 from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.stored_text import StoredRow, StoredText
-from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.rollout.strategy import OFF, STORED, Strategy
 from tlt_hpc.rollout.tie_guard import NUM_PROBED, TieGuard
 
 
@@ -64,19 +64,22 @@ class RolloutEngine:
         sizes = pool_sizes(settings, decoder, drafter.num_features if drafter is not None else 0)
         self._rows = LiveRows(settings.max_live, sizes.num_positions, decoder.device, settings.eos_token_ids)
         self._cache = make_cache(decoder.part, sizes, decoder.dtype, decoder.device, settings.attention)
-        depth = max(strategy.depth for strategy in settings.strategies)
-        self._noise = NoiseWindow(settings.max_live, settings.num_tokens, depth + 1, decoder.device)
-        self._max_slots = max(strategy.num_slots for strategy in settings.strategies)
+        num_rows = settings.max_live + 1
+        self._noise = NoiseWindow(num_rows, settings.num_tokens, settings.max_depth + 1, decoder.device)
+        self._max_tokens = settings.max_pass_tokens(decoder.shape.vocab_size)
         self._guard = TieGuard(decoder, settings.tie_guard, settings.attention)
         self._learned: LearnedDrafts | None = None
         if drafter is not None:
             drafter.pack_weights()
-            self._learned = LearnedDrafts(drafter, decoder, self._cache, settings.max_live, settings.num_tokens)
+            self._learned = LearnedDrafts(drafter, decoder, self._cache, num_rows, settings.num_tokens)
         self._ngram = NgramDrafts(any(strategy.source == "ngram" for strategy in settings.strategies))
         self._scheduler = Scheduler(self._rows, self._cache, self._noise, self._learned)
         parts = decoder, self._scheduler, self._noise, self._guard, self._learned, self._ngram
-        on_device = isinstance(self._cache, DevicePagedCache)
-        self._rounds = DeviceRounds(*parts, strategies=settings.strategies) if on_device else HostRounds(*parts)
+        self._rounds: HostRounds
+        if isinstance(self._cache, DevicePagedCache):
+            self._rounds = DeviceRounds(*parts, settings=settings)
+        else:
+            self._rounds = HostRounds(*parts)
         self.chooser = self._make_chooser()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._finished: list[Rollout] = []
@@ -189,7 +192,8 @@ class RolloutEngine:
         return counts
 
     def _new_counts(self) -> EngineCounts:
-        return EngineCounts(strategies={strategy.name: (0, 0) for strategy in self.chooser.strategies})
+        names = [strategy.name for strategy in self.chooser.strategies]
+        return EngineCounts(strategies=dict.fromkeys([*names, *[STORED] * self.settings.stored_texts], (0, 0)))
 
     def memory_table(self) -> dict[str, int]:
         """Bytes that the engine holds, by purpose; the cache is allocated as a whole at the start."""
@@ -339,40 +343,48 @@ class RolloutEngine:
         if has_stored:  # the cursors need the texts
             self._finish_launched_rounds()
         start = time.perf_counter()
-        stored = self._scheduler.move_stored_rows_last() if has_stored else []
+        stored = self._scheduler.follow_stored_texts() if has_stored else {}
         if not self._rows.num_live:
             return
-        strategy = self._choose(stored)
-        overlaps = rounds.overlaps(strategy)
+        strategy, depth = self._choose(stored)
+        overlaps = not has_stored and rounds.overlaps(strategy)
         prepared = time.perf_counter() - start
         if not overlaps:
             self._finish_launched_rounds()
         start = time.perf_counter()
         self._counts.num_preempted += self._scheduler.reserve_pages_or_preempt(
-            strategy.num_slots, rounds.tokens_in_flight
+            max(strategy.num_slots, 1 + depth), rounds.tokens_in_flight
         )
         if not self._rows.num_live:  # all have ended, or were preempted for an earlier one that is being prefilled
             return
-        if "ngram" in (strategy.source, strategy.rest and strategy.rest.source):
+        if strategy.source == "ngram":
             self._ngram.update_table(self._rows.responses)
         prepared += time.perf_counter() - start
         assert all(one.is_ahead is not self.has_work for one in self._rows.responses), "rows of two kinds in a round"
-        rounds.launch(RoundPlan(strategy, stored if strategy.rest else [], prepared, is_next=not has_prefilled))
+        if depth:  # rows may have gone or moved
+            stored = {
+                row: StoredRow(text.num_drafts, text.is_sure)
+                for row, response in enumerate(self._rows.responses)
+                if (text := response.stored) is not None and text.num_drafts
+            }
+        rounds.launch(RoundPlan(strategy, stored if depth else {}, depth, prepared, is_next=not has_prefilled))
         self._finish_launched_rounds(int(overlaps))
 
-    def _choose(self, stored: Sequence[StoredRow]) -> Strategy:
-        """The round's strategy, among those that have a sound drafter and need no preemption."""
+    def _choose(self, stored: Mapping[int, StoredRow]) -> tuple[Strategy, int]:
+        """The round's strategy, among those that have a sound drafter and need no preemption, and the most drafts of
+        a stored text.
+        """
         num_live, scheduler, in_flight = self._rows.num_live, self._scheduler, self._rounds.tokens_in_flight
         has_drafter = self._drafter_is_trained and self._rounds.drafter_is_sound
-        has_room_for_all = scheduler.has_room(self._max_slots, in_flight)
+        has_room_for_all = scheduler.has_room(self.settings.max_slots, in_flight)
         usable = [
             strategy
             for strategy in self.settings.strategies
             if (has_drafter or not strategy.has_drafter)
             and (has_room_for_all or strategy == OFF or scheduler.has_room(strategy.num_slots, in_flight))
-            and num_live <= strategy.max_rows(self.decoder.shape.vocab_size)
         ]
-        return self.chooser.choose(num_live, usable or [OFF], stored)
+        usable_stored = stored.values() if has_room_for_all else ()
+        return self.chooser.choose_with_stored(num_live, usable or [OFF], usable_stored, self._max_tokens)
 
     def _finish_launched_rounds(self, num_left: int = 0) -> None:
         """Read the launched rounds until ``num_left`` are left."""
@@ -397,10 +409,14 @@ class RolloutEngine:
                 response.pass_lengths.append(count)
         seconds = result.seconds + (0.0 if result.overlapped else time.perf_counter() - start)
         self.ahead.round_seconds = seconds
-        self._counts.add_round(result, self.chooser.index_of(result.plan.strategy), seconds)
+        self._counts.add_round(result, seconds)
         if result.is_measurement and (num_tokens := sum(result.num_tokens)):
             plan, num_live = result.plan, len(result.responses)
-            self.chooser.observe(plan.strategy, num_live, num_tokens, seconds, result.accepted, plan.stored)
+            if plan.stored:
+                given = plan.strategy, seconds, result.accepted, plan.stored, plan.stored_depth
+                self.chooser.observe_with_stored(*given)
+            else:
+                self.chooser.observe(plan.strategy, num_live, num_tokens, seconds, result.accepted)
         self._retire(result)
 
     def _retire(self, result: RoundResult) -> None:

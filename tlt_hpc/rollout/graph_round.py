@@ -1,9 +1,10 @@
 """The two halves of a round as static functions of device buffers, recorded as graphs: drafts, and the target's pass.
 
-A graph of the drafter belongs to a batch bucket and a strategy; one of the target, with sampling, walk and commitment,
-to a bucket and a width, so strategies of one width share it. Nothing here is read back, no shape depends on data.
+A graph of the drafter belongs to a number of rows and a strategy; one of the target, with sampling, walk and
+commitment, to a number of tokens, whichever rows have them. Nothing here is read back, no shape depends on data.
 Knows neither sequences nor what the host makes of the outcome.
-Shapes: ``B`` rows of a bucket, those beyond the live ones padding; ``N`` nodes of a draft tree, ``V`` vocabulary.
+Shapes: ``B`` rows of a bucket, ``R`` all rows, ``T`` tokens of a pass, ``m`` columns of the longest path, ``V``
+vocabulary.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,13 +19,16 @@ from torch import Tensor
 
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.kernels.gumbel import GumbelChoice, gumbel_argmax
+from tlt_hpc.rollout.device_cache import make_block_layout, queries_per_block
 from tlt_hpc.rollout.drafts import LearnedDrafts, Proposal
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.sampling import lowest_kept_scores, token_log_probs
+from tlt_hpc.rollout.settings import EngineSettings
+from tlt_hpc.rollout.spans import DraftTable, LayoutCache, SpanLayout, Spans, flatten_drafts, spans_of_parents
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.target_pass import TargetPass
 from tlt_hpc.rollout.tie_guard import score_tolerances
-from tlt_hpc.rollout.tree import DraftTree, make_tree
+from tlt_hpc.rollout.transfer import upload
 
 logger = logging.getLogger(__name__)
 
@@ -42,39 +45,44 @@ def batch_buckets(most: int) -> list[int]:
     return [*sizes, most]
 
 
-@dataclass(frozen=True)
-class _Form:
-    """Properties, beside the batch, that a graph of the target depends on."""
-
-    width: int
-    is_tree: bool
-    truncates: bool
-    """True if any row's rule is top-k or top-p."""
+def token_buckets(most: int) -> list[int]:
+    """Numbers of tokens of a pass that graphs are made for: from 64 on in steps of at most a quarter."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *(size << i for i in range(4, most.bit_length()) for size in (4, 5, 6, 7))]
+    return [*(size for size in sizes if size < most), most]
 
 
 class GraphRound:
     """The graphs of an engine's strategies, captured on first use or ahead."""
 
     def __init__(
-        self, target: TargetPass, noise: NoiseWindow, learned: LearnedDrafts | None, strategies: Sequence[Strategy]
+        self, target: TargetPass, noise: NoiseWindow, learned: LearnedDrafts | None, settings: EngineSettings
     ) -> None:
         self._target, self._noise, self._learned = target, noise, learned
         self._rows, device = target.rows, target.decoder.device
-        self._strategies = strategies
-        self._buckets = batch_buckets(self._rows.capacity)
-        self.read_width = 1 + max(strategy.depth for strategy in strategies if strategy.source != "stored")
+        self._strategies, self._deepest = settings.strategies, settings.max_depth
+        self._row_buckets = batch_buckets(self._rows.capacity)
+        self._token_buckets = token_buckets(settings.max_pass_tokens(target.decoder.shape.vocab_size))
+        self.read_width = 1 + max(strategy.depth for strategy in settings.strategies)
         """Positions that the drafter reads in its graph; whatever else it has missed must have been read before."""
-        self._longest = 1 + max(strategy.depth for strategy in strategies)
+        self._queries_per_block = queries_per_block(target.decoder)
         self.tolerance = torch.zeros(1, device=device)
         """The tie guard's zone of doubt in logits; 0: off."""
-        self._graphs = GraphPool(device)
+        self._graphs, self._layouts = GraphPool(device), LayoutCache()
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def bucket_size(self, num_live: int) -> int:
-        """The rows that take part where so many are live."""
-        return next(size for size in self._buckets if size >= num_live)
+    def layout_of_widths(self, widths: tuple[int, ...]) -> SpanLayout:
+        """The layout of rows whose spans have these widths, filled up to a bucket of tokens; kept for later rounds."""
+        return self._layouts.get(widths, self._make_bucket_layout)
+
+    def _make_bucket_layout(self, widths: tuple[int, ...]) -> SpanLayout:
+        return self.make_layout(widths, next(size for size in self._token_buckets if size >= sum(widths)))
+
+    def make_layout(self, widths: Sequence[int], num_tokens: int) -> SpanLayout:
+        """The layout of rows whose spans have these widths, filled up to so many tokens."""
+        num_rows, device = self._rows.capacity, self.tolerance.device
+        return make_block_layout(widths, num_tokens, num_rows, self._queries_per_block, device)
 
     # -- graphs -------------------------------------------------------------------------------------------------
 
@@ -82,29 +90,19 @@ class GraphRound:
     def capture(self, truncates: bool) -> None:
         """Capture all graphs now, the largest first, instead of each on its first use."""
         assert not self._rows.num_live, "a row would get what the capture runs through"
-        start, vocab_size = time.perf_counter(), self._target.decoder.shape.vocab_size
-        for count in reversed(self._buckets):
+        start, device = time.perf_counter(), self.tolerance.device
+        for count in reversed(self._row_buckets):
             for strategy in sorted(self._strategies, key=lambda one: -one.widest_pass):
-                if count > self.bucket_size(min(self._rows.capacity, strategy.max_rows(vocab_size))):
-                    continue  # the engine does not choose it for so many
                 if strategy.has_drafter:
-                    self.draft_by_graph(count, strategy)
-                for width, is_tree in self._verifying_pass_widths(strategy):
-                    tokens = torch.zeros(count, width, dtype=torch.int64, device=self.tolerance.device)
-                    self.verify_and_commit(DraftTree(tokens, torch.zeros_like(tokens) if is_tree else None), truncates)
+                    self.draft_by_graph(torch.full((count,), self._rows.capacity, device=device), strategy)
+        has_trees = any(strategy.branching > 1 for strategy in self._strategies)
+        for num_tokens in reversed(self._token_buckets):
+            layout = self.make_layout((), num_tokens)
+            tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
+            for parents in (None, tokens)[: 1 + has_trees]:
+                self.verify_and_commit(DraftTable(tokens, [1], parents), layout, truncates)
         seconds = time.perf_counter() - start
         logger.info("%d graphs captured in %.1f s: %d MiB of device memory", len(self), seconds, self.num_bytes >> 20)
-
-    def _verifying_pass_widths(self, strategy: Strategy) -> list[tuple[int, bool]]:
-        """Widths of the passes that verify a strategy's drafts, and whether they are trees.
-
-        A round with stored texts is a pass over trees if the rows without such a text have trees.
-        """
-        width, is_tree = strategy.widest_pass, strategy.branching > 1
-        if strategy.source != "stored":
-            return [(width, is_tree)]
-        trees = (one for one in self._strategies if one.branching > 1 and one.depth <= strategy.depth)
-        return [(width, False), *((max(width, one.widest_pass), True) for one in trees)]
 
     @property
     def num_bytes(self) -> int:
@@ -113,108 +111,118 @@ class GraphRound:
 
     # -- drafts -------------------------------------------------------------------------------------------------
 
-    def draft_by_graph(self, count: int, strategy: Strategy) -> Proposal:
-        """The learned drafter's drafts for the first ``count`` rows, by one graph; ``scores`` [B] is NaN or not."""
+    def draft_rows(self, which: Sequence[int], strategy: Strategy) -> Proposal:
+        """The learned drafter's drafts for these rows."""
+        size, device = next(size for size in self._row_buckets if size >= len(which)), self.tolerance.device
+        padded = upload([*which, *[self._rows.capacity] * (size - len(which))], device)
+        return self.draft_by_graph(padded, strategy).first_rows(len(which))
+
+    def draft_by_graph(self, which: Tensor, strategy: Strategy) -> Proposal:
+        """The learned drafter's drafts for the rows ``which`` [B] of a bucket, by one graph."""
         learned = self._learned
         assert learned is not None, f"strategy {strategy.name} without a drafter"
-        key = "draft", count, strategy
+        key = "draft", len(which), strategy
         out = self._graphs.capture_once_and_replay(
-            key, lambda: self._draft_captured(count, strategy), (), (learned.known,)
+            key, lambda which: self._draft_captured(which, strategy), (which,), (learned.known,)
         )
         # the target's graph may use the memory of these outputs
-        tokens, scores, *more = (x.clone() for x in out)
-        return Proposal(DraftTree(tokens, more[0]), scores, more[1]) if more else Proposal(DraftTree(tokens), scores)
+        return Proposal(*(x.clone() for x in out))
 
-    def _draft_captured(self, count: int, strategy: Strategy) -> tuple[Tensor, ...]:
+    def _draft_captured(self, which: Tensor, strategy: Strategy) -> tuple[Tensor, ...]:
         """Tokens [B, N], scores [B], and of trees parents and cells [B, N]."""
         learned, rows = self._learned, self._rows
         assert learned is not None
-        feature = learned.run_on_next_positions(rows, slice(count), None, self.read_width)
-        first = rows.lengths[:count] - rows.starts[:count]
-        pick = learned.make_picker(self._noise.words[:count], first, rows.temperatures[:count], strategy.sharpness)
-        found = learned.draft_chain_or_tree(rows, None, pick, strategy, feature)
-        assert found.scores is not None
-        if found.drafts.parents is None or found.cells is None:
-            return found.drafts.tokens, found.scores
-        return found.drafts.tokens, found.scores, found.drafts.parents, found.cells
+        feature = learned.run_on_next_positions(rows, which, None, self.read_width)
+        first = (rows.lengths - rows.starts)[which]
+        pick = learned.make_picker(self._noise.words[which], first, rows.temperatures[which], strategy.sharpness)
+        found = learned.draft_chain_or_tree(rows, which, None, pick, strategy, feature)
+        return tuple(x for x in vars(found).values() if x is not None)
 
     # -- the target ---------------------------------------------------------------------------------------------
 
-    def verify_and_commit(self, drafts: DraftTree, truncates: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Verify drafts of a bucket and commit what the rows accept.
+    def verify_and_commit(
+        self, drafts: DraftTable, layout: SpanLayout, truncates: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Verify drafts and commit what the rows accept.
 
         ``truncates``: any row's rule is top-k or top-p.
 
-        Returns the outcome [B, m + NUM_FIGURES] (choices along the longest path, how many of them count, drafts
-        accepted, and 1 for an end token, 2 for a near-tie among them, 3 for both), log-probs along the path [B, m] and
-        which nodes are on it [B, N]; they hold until the next graph runs.
+        Returns the outcome [R, m + NUM_FIGURES] (choices along the longest path, how many of them count, drafts
+        accepted, and 1 for an end token, 2 for a near-tie among them, 3 for both), log-probs along the path [R, m] and,
+        of trees, which tokens are on it [T]; they hold until the next graph runs.
         """
-        count, width = drafts.tokens.shape
-        inputs = (drafts.tokens,) if drafts.parents is None else (drafts.tokens, drafts.parents)
-        form = _Form(width, drafts.parents is not None, truncates)
-        run = partial(self._verify_and_commit_captured, truncates=truncates)
-        outcome, log_probs, on_path = self._graphs.capture_once_and_replay(
-            ("verify", count, form), run, inputs, (self._rows.lengths,)
+        assert layout.slot_of_token is not None and layout.token_of_slot is not None
+        tokens, parents = flatten_drafts(drafts, layout)
+        inputs = [
+            layout.places,
+            layout.slot_of_token,
+            layout.token_of_slot,
+            tokens,
+            *([] if parents is None else [parents]),
+        ]
+        outcome, log_probs, *more = self._graphs.capture_once_and_replay(
+            ("verify", len(tokens), parents is not None, truncates),
+            partial(self._verify_and_commit_captured, truncates=truncates),
+            inputs,
+            (self._rows.lengths,),
         )
-        return outcome, log_probs, on_path
+        return outcome, log_probs, more[0] if more else None
 
     def _verify_and_commit_captured(
-        self, tokens: Tensor, parents: Tensor | None = None, *, truncates: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        count, n = tokens.shape
-        drafts = DraftTree(tokens) if parents is None else make_tree(tokens, parents, n - 1)
-        features, logits = self._target.forward(drafts, None)
-        choice = self._choose(drafts, self._mask_truncated_tokens(logits) if truncates else logits)
-        longest = min(n, self._longest)  # no path is deeper than the deepest strategy
-        accepted = self._target.accepted_path(drafts, choice.token.view(count, n), longest)
-        log_probs = self._log_probs(choice, logits, truncates).view(count, n).gather(1, accepted.path)
-        near = self._near_ties(choice, count, n).view(count, n).gather(1, accepted.path)
-        reached = torch.arange(near.shape[1], device=tokens.device) < accepted.counts.unsqueeze(1)
-        self._target.commit(drafts, accepted, features)
-        flags = accepted.ended.long() + 2 * (near & reached).any(1).long()
-        figures = torch.stack((accepted.counts, accepted.on_path.sum(1) - 1, flags), 1)
-        return torch.cat([accepted.chosen, figures], 1), log_probs, accepted.on_path
+        self,
+        places: Tensor,
+        slot_of_token: Tensor,
+        token_of_slot: Tensor,
+        tokens: Tensor,
+        parents: Tensor | None = None,
+        *,
+        truncates: bool,
+    ) -> tuple[Tensor, ...]:
+        lengths, longest = self._rows.lengths, self._deepest + 1
+        layout = SpanLayout(places, len(lengths), longest, slot_of_token=slot_of_token, token_of_slot=token_of_slot)
+        spans = spans_of_parents(tokens, parents, layout, lengths, self._deepest)
+        features, logits = self._target.forward(spans, ())
+        choice = self._choose(spans, self._mask_truncated_tokens(layout.rows, logits) if truncates else logits)
+        accepted = self._target.accepted_path(spans, choice.token)
+        path, on_path = accepted.walk.path, accepted.walk.on_path
+        log_probs = self._log_probs(choice, layout.rows, logits, truncates)[path]
+        reached = torch.arange(path.shape[1], device=tokens.device) < accepted.counts.unsqueeze(1)
+        near = self._near_ties(choice, layout.rows)[path] & reached
+        self._target.commit(spans, accepted, features)
+        flags = accepted.ended.long() + 2 * near.any(1).long()
+        figures = torch.stack((accepted.counts, accepted.walk.accepted, flags), 1)
+        outcome = torch.cat([accepted.chosen, figures], 1)
+        return (outcome, log_probs) if on_path is None else (outcome, log_probs, on_path)
 
-    def _mask_truncated_tokens(self, logits: Tensor) -> Tensor:
-        """Logits [B, N, used tokens] with -inf where a row's rule does not let it choose."""
-        count, n = logits.shape[:2]
-        allowed = logits[..., : self._noise.vocab_size].flatten(0, 1)
-        scaled = allowed / self._node_temperatures(count, n).unsqueeze(1)
-        rules = [rule[:count].repeat_interleave(n) for rule in (self._rows.top_k, self._rows.top_p)]
+    def _mask_truncated_tokens(self, rows: Tensor, logits: Tensor) -> Tensor:
+        """Logits [T, used tokens] with -inf where a row's rule does not let it choose."""
+        allowed = logits[:, : self._noise.vocab_size]
+        scaled = allowed / self._temperatures(rows).unsqueeze(1)
+        rules = self._rows.top_k[rows], self._rows.top_p[rows]
         # sorting takes much memory: some rows at a time
         parts = zip(*(torch.split(x, _SORTED_ROWS) for x in (scaled, *rules)), strict=True)
         kept = scaled >= torch.cat([lowest_kept_scores(*part) for part in parts])
-        return allowed.masked_fill(~kept, -torch.inf).view(count, n, -1)
+        return allowed.masked_fill(~kept, -torch.inf)
 
-    def _choose(self, drafts: DraftTree, logits: Tensor) -> GumbelChoice:
-        """The target's choice at each node, flat [B * N]."""
-        rows, (count, n) = self._rows, drafts.tokens.shape
-        depths = torch.arange(n, device=logits.device) if drafts.depths is None else drafts.depths
-        position = (rows.lengths[:count] - rows.starts[:count]).unsqueeze(1) + depths
-        return gumbel_argmax(
-            logits.flatten(0, 1),
-            rows.temperatures[:count].unsqueeze(1).expand(-1, n).flatten().contiguous(),
-            self._noise.words[:count].unsqueeze(1).expand(-1, n, -1).flatten(0, 1).contiguous(),
-            position.flatten(),
-            self._noise.vocab_size,
-        )
+    def _choose(self, spans: Spans, logits: Tensor) -> GumbelChoice:
+        """The target's choice at each token."""
+        live, rows = self._rows, spans.layout.rows
+        at = live.response_positions(spans)
+        return gumbel_argmax(logits, live.temperatures[rows], self._noise.words[rows], at, self._noise.vocab_size)
 
-    def _log_probs(self, choice: GumbelChoice, logits: Tensor, truncates: bool) -> Tensor:
-        """Log-probabilities [B * N] of the choices, before any truncation, as ``token_log_probs`` has them."""
+    def _log_probs(self, choice: GumbelChoice, rows: Tensor, logits: Tensor, truncates: bool) -> Tensor:
+        """Log-probabilities [T] of the choices, before any truncation, as ``token_log_probs`` has them."""
         if not truncates:
             return choice.scaled_logit - choice.log_normaliser
         # the choice knows only what was allowed
-        logits = logits[..., : self._noise.vocab_size]
-        return token_log_probs(
-            logits.flatten(0, 1), choice.token, self._node_temperatures(*logits.shape[:2]).unsqueeze(1)
-        )
+        return token_log_probs(logits[:, : self._noise.vocab_size], choice.token, self._temperatures(rows).unsqueeze(1))
 
-    def _near_ties(self, choice: GumbelChoice, count: int, n: int) -> Tensor:
-        """Choices [B * N] that the tie guard must decide, as a mask."""
-        zone = score_tolerances(self.tolerance, self._rows.temperatures[:count]).unsqueeze(1).expand(-1, n).flatten()
+    def _near_ties(self, choice: GumbelChoice, rows: Tensor) -> Tensor:
+        """Choices [T] that the tie guard must decide, as a mask."""
+        zone = score_tolerances(self.tolerance, self._rows.temperatures[rows])
         return choice.best - choice.second < zone
 
-    def _node_temperatures(self, count: int, n: int) -> Tensor:
-        """Temperatures [B * N] of the nodes' rows; 1 for greedy ones."""
-        temperatures = self._rows.temperatures[:count]
-        return torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1).expand(-1, n).flatten()
+    def _temperatures(self, rows: Tensor) -> Tensor:
+        """Temperatures [T] of tokens of these rows; 1 for greedy ones."""
+        temperatures = self._rows.temperatures[rows]
+        return torch.where(temperatures > 0, temperatures, 1.0)

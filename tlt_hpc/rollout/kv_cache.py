@@ -22,6 +22,7 @@ from torch import Tensor
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.rollout.pool_memory import PoolMemory
+from tlt_hpc.rollout.spans import Spans
 from tlt_hpc.rollout.transfer import upload
 
 MASKED_SCORE = -1e30
@@ -94,6 +95,16 @@ class PagedCache(ABC):
         page = tables.gather(1, (positions // self.page_size).clamp(max=tables.shape[1] - 1))
         return page * self.page_size + positions % self.page_size
 
+    @property
+    def spare_slot(self) -> int:
+        """A slot that takes what must not be kept."""
+        return self.num_pages * self.page_size
+
+    def slots_of_tokens(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Slots [T] of positions [T] of these rows [T]."""
+        page = self.tables[rows, (positions // self.page_size).clamp(max=self.tables.shape[1] - 1)]
+        return page * self.page_size + positions % self.page_size
+
     def copy_pages(self, moves: dict[int, int]) -> None:
         """Copy whole pages, source -> target; no target is a source."""
         if not moves:
@@ -163,6 +174,27 @@ class PagedCache(ABC):
         return self._make_pass_attentions(
             layout, tables, Seen(positions, committed, ancestors), positions.shape[1], only_layer
         )[0]
+
+    def make_span_attention(self, spans: Spans, layouts: Sequence[Layout | None]) -> Attend:
+        """Attention of a pass over spans, one group after another; ``layouts``: of the rows of each group."""
+        start, parts = 0, list[tuple[slice, Attend]]()
+        visible = spans.visible_nodes() if spans.is_tree else None
+        for group, rows, layout in zip(spans.layout.groups, spans.layout.group_rows, layouts, strict=True):
+            shape, committed, ancestors = (len(group.rows), group.width), None, None
+            part = slice(start, start + shape[0] * shape[1])
+            places, start = spans.places[part].view(shape), part.stop
+            if visible is not None:
+                nodes = torch.arange(group.width, device=places.device)
+                ancestors = (visible[part].view(*shape, 1) >> nodes & 1).bool()
+                committed = places[:, 0]
+            parts.append((part, self.make_attention(layout, self.tables[rows], places, committed, ancestors)))
+        if len(parts) == 1:
+            return parts[0][1]
+
+        def attend(layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+            return torch.cat([each(layer, query[part], key_value[part]) for part, each in parts])
+
+        return attend
 
     def make_step_attentions(
         self, layout: Layout | None, tables: Tensor, positions: Tensor, only_layer: int | None = None

@@ -121,25 +121,22 @@ class NoiseWindow:
             swap_rows_in_place(self._ring.view(-1, self.width, self.vocab_size), one, other)
         self._made[one], self._made[other] = self._made[other], self._made[one]
 
-    def noise_at_positions(self, positions: Sequence[int], width: int) -> Tensor:
-        """Noise of rows 0..B-1 at ``positions`` and the ``width - 1`` after each: [B, width, V].
+    def prepare(self, positions: Sequence[int], width: int) -> None:
+        """Have the noise of rows 0..B-1 at ``positions`` and the ``width - 1`` after each.
 
         Positions of a row never go back.
         """
         assert width <= self.width
         if self.words.is_cuda:  # there a call is cheap, and a ring over a wide vocabulary would take a gigabyte
-            return self._generate_at_positions(positions, width)
-        start = np.asarray(positions, dtype=np.int64)
+            return
         if any(made < position + width for made, position in zip(self._made, positions, strict=False)):
-            self._generate_missing_noise(start)
-        index = np.arange(len(start))[:, None] * self.width + (start[:, None] + np.arange(width)) % self.width
-        rows = torch.from_numpy(index).to(self._noise_ring.device)
-        return self._noise_ring[rows]
+            self._generate_missing_noise(np.asarray(positions, dtype=np.int64))
 
-    def _generate_at_positions(self, positions: Sequence[int], width: int) -> Tensor:
-        at = upload(positions, self.words.device).unsqueeze(1) + torch.arange(width, device=self.words.device)
-        words = self.words[: len(at)].repeat_interleave(width, 0)
-        return gumbel_noise(words, at.flatten(), self.vocab_size).view(*at.shape, -1)
+    def noise_at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Noise [T, V] of rows [T] at positions [T] that have been prepared."""
+        if self.words.is_cuda:
+            return gumbel_noise(self.words[rows], positions, self.vocab_size)
+        return self._noise_ring[rows * self.width + positions % self.width]
 
     def _generate_missing_noise(self, start: NDArray[np.int64]) -> None:
         """Make what the rows' next ``width`` positions still lack."""

@@ -69,11 +69,6 @@ class Response:
         return self.longest - len(self.text)
 
     @property
-    def num_stored_drafts(self) -> int:
-        """Drafts that its stored text has for the next round."""
-        return self.stored.num_drafts if self.stored else 0
-
-    @property
     def response_tokens(self) -> NDArray[np.int32]:
         """Response tokens [R] so far."""
         return np.array(self.text[self.prompt_length :], np.int32)

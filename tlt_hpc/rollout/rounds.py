@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -12,7 +12,7 @@ from tlt_hpc.common.records import NO_SPANS, EngineSpans
 from tlt_hpc.rollout.acceptance import DraftCounts
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.stored_text import StoredRow
-from tlt_hpc.rollout.strategy import Strategy
+from tlt_hpc.rollout.strategy import STORED, Strategy
 
 
 @dataclass
@@ -38,12 +38,25 @@ class RoundPlan:
     """The decoding of the live rows in a round."""
 
     strategy: Strategy
-    stored: Sequence[StoredRow] = ()
-    """Drafts of the last rows from stored texts, if the strategy has a ``rest``."""
+    """Of the rows that do not draft from a stored text."""
+    stored: Mapping[int, StoredRow] = field(default_factory=dict)
+    """By row, what its stored text has."""
+    stored_depth: int = 0
+    """Most drafts from a stored text."""
     prepared_seconds: float = 0.0
     """Time of the host for this round before its launch."""
     is_next: bool = False
     """Nothing else was given to the device since the round before."""
+
+    @property
+    def name(self) -> str:
+        """Its name in logs and metrics."""
+        return STORED if self.stored else self.strategy.name
+
+    @property
+    def deepest(self) -> int:
+        """Most drafts that a row may accept."""
+        return max(self.strategy.reach, self.stored_depth if self.stored else 0)
 
 
 @dataclass(frozen=True)
@@ -134,8 +147,8 @@ class EngineCounts:
         """A round of the strategy with this index, or with ``PREFILL`` a prefill pass, that has just ended."""
         self.rows.append((index, num_live, num_tokens, time.time() - seconds, seconds))
 
-    def add_round(self, result: RoundResult, index: int, seconds: float) -> None:
-        """A round that has just been read, of the strategy with this index."""
+    def add_round(self, result: RoundResult, seconds: float) -> None:
+        """A round that has just been read."""
         num_tokens = sum(result.num_tokens)
         self.num_drafter_faults += not result.is_sound
         if result.is_ahead:
@@ -145,19 +158,18 @@ class EngineCounts:
         self.num_row_passes += sum(map(bool, result.num_tokens))
         self.num_guarded += result.num_guarded
         self.seconds.add(result.phases)
-        self.add_span(index, len(result.responses), num_tokens, seconds)
+        self.add_span([*self.strategies].index(result.plan.name), len(result.responses), num_tokens, seconds)
         if num_tokens and result.is_measurement:
             self._add_drafts(result.plan, result.accepted, num_tokens)
 
     def _add_drafts(self, plan: RoundPlan, accepted: Sequence[int], num_tokens: int) -> None:
         strategy = plan.strategy
-        rounds, tokens = self.strategies.get(strategy.name, (0, 0))
-        self.strategies[strategy.name] = rounds + 1, tokens + num_tokens
-        if strategy.rest:
-            num_rest = len(accepted) - len(plan.stored)
-            self.num_stored += sum(min(row.num_drafts, strategy.depth) for row in plan.stored)
-            self.num_stored_accepted += sum(accepted[num_rest:])
-            strategy, accepted = strategy.rest, accepted[:num_rest]
+        rounds, tokens = self.strategies.get(plan.name, (0, 0))
+        self.strategies[plan.name] = rounds + 1, tokens + num_tokens
+        if plan.stored:
+            self.num_stored += sum(min(text.num_drafts, plan.stored_depth) for text in plan.stored.values())
+            self.num_stored_accepted += sum(accepted[row] for row in plan.stored)
+            accepted = [number for row, number in enumerate(accepted) if row not in plan.stored]
         if accepted:
             self.drafts.setdefault(strategy.family, DraftCounts()).add(strategy.reach, accepted)
 

@@ -1,7 +1,7 @@
 """The live rows on the device: their tokens and the numbers that a round reads.
 
-Live rows are 0 to ``num_live - 1``. Those after them are padding that may take part in a pass: a text of one token that
-has reached its cap, so that it emits nothing.
+Live rows are 0 to ``num_live - 1``. The last row never is: it is the padding of passes of a given size, a text of one
+token that has reached its cap, so that it emits nothing.
 Shapes: ``R`` rows at most, ``B`` rows of a round, ``P`` positions of a row.
 """
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.rollout.responses import Response
+from tlt_hpc.rollout.spans import Spans
 from tlt_hpc.rollout.transfer import swap_rows_in_place, upload, write_number_on_device
 
 
@@ -23,6 +24,9 @@ class LiveRows:
     def __init__(
         self, num_rows: int, num_positions: int, device: torch.device, end_token_ids: Sequence[int] = ()
     ) -> None:
+        self.capacity = num_rows
+        """Most rows that are live."""
+        num_rows += 1
         self.num_positions = num_positions
         self.tokens = torch.zeros(num_rows, num_positions, dtype=torch.int64, device=device)
         self.lengths = torch.ones(num_rows, dtype=torch.int64, device=device)
@@ -48,11 +52,6 @@ class LiveRows:
     def num_live(self) -> int:
         """Number of rows that have a sequence."""
         return len(self.responses)
-
-    @property
-    def capacity(self) -> int:
-        """Number of rows, padding included."""
-        return len(self.lengths)
 
     @property
     def num_bytes(self) -> int:
@@ -81,10 +80,18 @@ class LiveRows:
         response.row = row
         return row
 
-    def last_tokens(self, count: int | None = None) -> Tensor:
-        """The newest token [B] of each row, or of the first ``count``, padding included."""
-        count = self.num_live if count is None else count
-        return self.tokens[self.index[:count], self.lengths[:count] - 1]
+    def last_tokens(self, which: Tensor) -> Tensor:
+        """The newest token [B] of each of the rows ``which`` [B]."""
+        return self.tokens[which, self.lengths[which] - 1]
+
+    def response_positions(self, spans: Spans) -> Tensor:
+        """Position [T] in its row's response of the token that the target chooses at each node."""
+        return spans.positions + 1 - self.starts[spans.layout.rows]
+
+    def index_of(self, which: Sequence[int]) -> Tensor:
+        """Rows as an index [B]."""
+        is_first = which[-1] == len(which) - 1  # they ascend
+        return self.index[: len(which)] if is_first else upload(which, self.index.device)
 
     def append_tokens(self, chosen: Tensor, counts: Tensor) -> Tensor:
         """Append the first ``counts`` [B] of ``chosen`` [B, n]; returns the columns [B, n] that were written.

@@ -88,18 +88,22 @@ def choose_tokens(logits: Tensor, noise: Tensor, rule: SamplingRule, tolerance: 
 
 
 def choose_tokens_by_rule(
-    logits: Tensor, noise: Tensor, rules: Sequence[SamplingRule], tolerance: Callable[[SamplingRule], float]
+    logits: Tensor,
+    noise: Tensor,
+    rules: Sequence[SamplingRule],
+    rows: Tensor,
+    tolerance: Callable[[SamplingRule], float],
 ) -> Choice:
-    """``choose_tokens`` for logits [B, n, V] whose rows have rules of their own, each with its zone of doubt."""
+    """``choose_tokens`` for logits [T, V] of rows [T] that have ``rules`` of their own, each with its zone of doubt."""
     distinct = dict.fromkeys(rules)
     if len(distinct) == 1:
         return choose_tokens(logits, noise, rules[0], tolerance(rules[0]))
-    token = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    doubtful = torch.empty(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    token, doubtful = torch.empty_like(rows), torch.empty_like(rows, dtype=torch.bool)
     for rule in distinct:
-        rows = torch.tensor([row for row, other in enumerate(rules) if other == rule], device=logits.device)
-        choice = choose_tokens(logits[rows], noise[rows], rule, tolerance(rule))
-        token[rows], doubtful[rows] = choice.token, choice.doubtful
+        has_rule = torch.tensor([other == rule for other in rules], device=rows.device)
+        at = has_rule[rows].nonzero().flatten()
+        choice = choose_tokens(logits[at], noise[at], rule, tolerance(rule))
+        token[at], doubtful[at] = choice.token, choice.doubtful
     return Choice(token, doubtful)
 
 

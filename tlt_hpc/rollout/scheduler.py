@@ -109,34 +109,21 @@ class Scheduler:
         self.waiting: list[Response] = []
         """Sequences without pages, new ones and preempted ones, in the order of their arrival."""
         self.prefilling: list[Response] = []
-        self._layout: Layout | None = None
-        self._first_layout: tuple[int, Layout | None] = (0, None)
+        self._layouts: dict[tuple[int, ...], Layout | None] = {}
 
     @property
     def num_unfinished(self) -> int:
         """Number of sequences that wait, are prefilled or have a row."""
         return len(self.waiting) + len(self.prefilling) + self.rows.num_live
 
-    @property
-    def layout(self) -> Layout | None:
-        """The cache's layout of passes over the live rows; made again only after their pages have changed."""
-        if self._layout is None:
-            if self.cache.wants_packing and self.pool.is_fragmented:
-                self._compact_pages()
-            tables = [response.pages for response in self.rows.responses]
-            self._layout = self.cache.build_layout(tables, self.pool.high_water)
-            self._first_layout = 0, None
-        return self._layout
-
-    def layout_of_first_rows(self, count: int) -> Layout | None:
-        """``layout``, of passes over the first ``count`` rows alone."""
-        whole = self.layout
-        if count == self.rows.num_live:
-            return whole
-        if self._first_layout[0] != count:
-            tables = [response.pages for response in self.rows.responses[:count]]
-            self._first_layout = count, self.cache.build_layout(tables, self.pool.high_water)
-        return self._first_layout[1]
+    def layout_of_rows(self, rows: tuple[int, ...]) -> Layout | None:
+        """The cache's layout of passes over these rows; made again only after pages have changed."""
+        if not self._layouts and self.cache.wants_packing and self.pool.is_fragmented:
+            self._compact_pages()
+        if rows not in self._layouts:
+            tables = [self.rows.responses[row].pages for row in rows]
+            self._layouts[rows] = self.cache.build_layout(tables, self.pool.high_water)
+        return self._layouts[rows]
 
     def num_pages_for(self, num_tokens: int) -> int:
         """Number of pages that so many tokens take."""
@@ -219,7 +206,7 @@ class Scheduler:
         self._noise.set_row(row, response.request.key, response.num_response_tokens)
         if self._learned is not None:
             self._learned.reset_row(row, response)
-        self._layout = None
+        self._layouts.clear()
 
     # -- growth -------------------------------------------------------------------------------------------------
 
@@ -255,7 +242,7 @@ class Scheduler:
             if lacking:
                 response.pages += self.pool.take_pages(lacking)
                 self.cache.set_table(row, response.pages)
-                self._layout = None
+                self._layouts.clear()
             row += 1
         return num_preempted
 
@@ -284,24 +271,17 @@ class Scheduler:
         """True if any live row has a stored text."""
         return any(response.stored is not None for response in self.rows.responses)
 
-    def move_stored_rows_last(self) -> list[StoredRow]:
-        """Follow all stored texts, and move the rows that have drafts from them behind the others.
-
-        All rounds have been read. Returns what those rows have, in their order.
-        """
-        responses = self.rows.responses
-        for response in responses:
-            if response.stored is not None:
-                response.stored.follow_response(response.text, response.prompt_length, response.num_tokens_left)
-                if response.stored.is_spent:
-                    response.stored = None
-        num_rest = sum(not response.num_stored_drafts for response in responses)
-        late = [row for row in range(num_rest) if responses[row].num_stored_drafts]
-        early = [row for row in range(num_rest, self.rows.num_live) if not responses[row].num_stored_drafts]
-        for one, other in zip(late, early, strict=True):
-            self._swap(one, other)
-        texts = [response.stored for response in responses[num_rest:]]
-        return [StoredRow(text.num_drafts, text.is_sure) for text in texts if text is not None]
+    def follow_stored_texts(self) -> dict[int, StoredRow]:
+        """Follow all stored texts, when all rounds have been read; returns what they have for which rows."""
+        found = dict[int, StoredRow]()
+        for row, response in enumerate(self.rows.responses):
+            if (text := response.stored) is None:
+                continue
+            if text.follow_response(response.text, response.prompt_length, response.num_tokens_left):
+                found[row] = StoredRow(text.num_drafts, text.is_sure)
+            if text.is_spent:
+                response.stored = None
+        return found
 
     def _swap(self, one: int, other: int) -> None:
         """Exchange two rows."""
@@ -309,7 +289,7 @@ class Scheduler:
         self._noise.swap_rows(one, other)
         for tensor in (self.cache.tables, *((self._learned.known,) if self._learned else ())):
             swap_rows_in_place(tensor, one, other)
-        self._layout = None
+        self._layouts.clear()
 
     # -- out ----------------------------------------------------------------------------------------------------
 
@@ -321,13 +301,13 @@ class Scheduler:
             self._swap(row, last)
         self.rows.remove_last()
         self.cache.tables[last] = self.cache.num_pages
-        self._layout = None
+        self._layouts.clear()
 
     def release(self, response: Response) -> None:
         """Free a sequence's pages."""
         self.pool.release(response.pages)
         response.pages = []
-        self._layout = None
+        self._layouts.clear()
 
     def abort(self) -> list[Response]:
         """Drop all sequences; returns them, in the order of their arrival."""

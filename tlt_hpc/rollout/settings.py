@@ -11,9 +11,13 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.rollout.device_cache import AttentionKind
 from tlt_hpc.rollout.kv_cache import PoolSizes, page_bytes
-from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.rollout.strategy import OFF, STORED_DEPTHS, Strategy
 
 Detokenizer = Callable[[list[int]], str]
+
+
+_STORED_LOGITS = 2**26
+"""Logits of a pass in which texts are drafted from that were generated ahead: its spans are long."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,34 @@ class EngineSettings:
     attention: AttentionKind = "auto"
     """Layout of keys and values, and their reading; the text does not depend on it."""
     strategies: tuple[Strategy, ...] = (OFF,)
+    stored_texts: bool = False
+    """Texts that were generated ahead may be drafted from."""
     chooser: Literal["goodput", "random"] = "goodput"
     """``random`` is for checks that the text does not depend on the strategy."""
     seed: int = 0
     detokenize: Detokenizer | None = None
     """Needed for stop strings alone."""
+
+    @property
+    def max_depth(self) -> int:
+        """Most drafts that a row may accept in a round."""
+        return max(self.stored_depth, *(strategy.depth for strategy in self.strategies))
+
+    @property
+    def stored_depth(self) -> int:
+        """Most drafts of a stored text."""
+        return STORED_DEPTHS[-1] if self.stored_texts else 0
+
+    @property
+    def max_slots(self) -> int:
+        """Most positions from a row's last token on that a round may write."""
+        return max(1 + self.stored_depth, *(strategy.num_slots for strategy in self.strategies))
+
+    def max_pass_tokens(self, vocab_size: int) -> int:
+        """Most tokens of a round's pass; with stored texts their logits are bounded."""
+        usual = max(strategy.widest_pass for strategy in self.strategies)
+        stored = min((1 + self.stored_depth) * self.max_live, _STORED_LOGITS // vocab_size)
+        return max(self.max_live * usual, stored)
 
 
 def check_request(request: Request, params: SamplingParams, settings: EngineSettings, num_ids: int) -> None:
@@ -89,8 +116,7 @@ def pool_sizes(settings: EngineSettings, decoder: Decoder, num_features: int) ->
     Raises:
         ValueError: the budget does not hold a single sequence of full length.
     """
-    reach = max(strategy.num_slots for strategy in settings.strategies)
-    num_positions = settings.max_prompt_tokens + settings.params.max_tokens + reach + 1
+    num_positions = settings.max_prompt_tokens + settings.params.max_tokens + settings.max_slots + 1
     each = -(-num_positions // settings.page_size)
     size = page_bytes(decoder.part, settings.page_size, decoder.dtype, num_features)
     # one page more than those given to sequences takes values that must not be kept
@@ -100,4 +126,5 @@ def pool_sizes(settings: EngineSettings, decoder: Decoder, num_features: int) ->
             f"rollout.kv_bytes = {settings.kv_bytes} holds {num_pages} pages of {settings.page_size} tokens, one "
             f"sequence of full length takes {each}; give at least {(each + 1) * size} or lower rollout.max_new_tokens"
         )
-    return PoolSizes(num_pages, settings.page_size, settings.max_live, num_positions, num_features)
+    # one row more is padding
+    return PoolSizes(num_pages, settings.page_size, settings.max_live + 1, num_positions, num_features)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-Source = Literal["off", "ngram", "drafter", "stored"]
+Source = Literal["off", "ngram", "drafter"]
 
 
 @dataclass(frozen=True)
@@ -17,8 +16,7 @@ class Strategy:
     """A way to decode: where drafts come from, how deep and wide their tree is, and how many of them are verified.
 
     ``branching`` 1 is a chain. ``num_verify`` (0: as many as ``depth``) is the budget of drafted nodes in a pass.
-    ``sharpness`` is the factor on the drafter's logits before the shared noise is added. ``rest``, of source "stored"
-    alone, is how the rows are decoded that have no stored text; it is no deeper than ``depth``, and not in the name.
+    ``sharpness`` is the factor on the drafter's logits before the shared noise is added.
     """
 
     source: Source
@@ -26,21 +24,16 @@ class Strategy:
     branching: int = 1
     num_verify: int = 0
     sharpness: float = 1.0
-    rest: Strategy | None = None
 
     @cached_property
     def num_drafts(self) -> int:
         """Drafted tokens that a pass verifies for one sequence, at most."""
-        return max(self.num_verify or self.depth, self.rest.num_drafts if self.rest else 0)
+        return self.num_verify or self.depth
 
     @cached_property
     def widest_pass(self) -> int:
         """Tokens of one sequence in its verifying pass at most: the last committed one, and all drafts."""
         return 1 + self.num_drafts
-
-    def max_rows(self, vocab_size: int) -> int:
-        """Sequences that a round may have: the passes over stored texts are wide, and so their logits many."""
-        return _STORED_LOGITS // (vocab_size * self.widest_pass) if self.source == "stored" else sys.maxsize
 
     @cached_property
     def reach(self) -> int:
@@ -51,18 +44,18 @@ class Strategy:
     def num_slots(self) -> int:
         """Positions from a sequence's last token on that a round may write."""
         grown = 1 + (self.depth - 1) * self.branching if self.branching > 1 else self.depth
-        return max(grown + 1, self.widest_pass, self.rest.num_slots if self.rest else 0)
+        return max(grown + 1, self.widest_pass)
 
     @cached_property
     def has_drafter(self) -> bool:
         """True if the learned drafter takes part."""
-        return self.source == "drafter" or (self.rest is not None and self.rest.has_drafter)
+        return self.source == "drafter"
 
     @cached_property
     def name(self) -> str:
         """Its name in ``speculation.strategies``, in logs and metrics, such as ngram-4 or drafter-6x4v16a2."""
-        if self.source in ("off", "stored"):
-            return "off" if self.source == "off" else f"stored-{self.depth}"
+        if self.source == "off":
+            return "off"
         tree = f"x{self.branching}v{self.num_drafts}" if self.branching > 1 or self.num_drafts != self.depth else ""
         sharp = f"a{self.sharpness:g}" if self.sharpness != 1.0 else ""
         return f"{self.source}-{self.depth}{tree}{sharp}"
@@ -79,12 +72,13 @@ class Strategy:
 
 
 OFF = Strategy("off")
-STORED = tuple(Strategy("stored", depth) for depth in (4, 8, 16, 32))
-"""Drafts of so many tokens from texts that were generated ahead."""
 MAX_DEPTH, MAX_BRANCHES = 32, 16
+STORED = "stored"
+"""The name, in logs and metrics, of rounds in which any row drafted from a text that was generated ahead."""
+STORED_DEPTHS = (4, 8, 16, MAX_DEPTH)
+"""Drafts that a round may take from texts that were generated ahead."""
 MAX_SLOTS = 64
 """The attention kernels mark what a drafted token sees by the bits of one int64."""
-_STORED_LOGITS = 2**26
 _SOURCES: dict[str, tuple[Source, ...]] = {
     "plain": (),
     "ngram": ("ngram",),
@@ -96,18 +90,14 @@ _NAME = re.compile(
 )
 
 
-def parse_strategies(mode: str, names: Sequence[str], ahead: bool = False) -> tuple[Strategy, ...]:
-    """The strategies of a speculation mode: "off", those of the named ones that the mode allows, and with ``ahead``
-    those for stored texts, unless the mode is plain.
+def parse_strategies(mode: str, names: Sequence[str]) -> tuple[Strategy, ...]:
+    """The strategies of a speculation mode: "off", and those of the named ones that the mode allows.
 
     Raises:
         ValueError: there is no strategy of this name, or none to be named.
     """
     named = dict.fromkeys(map(parse_strategy, names))
-    if any(strategy.source == "stored" for strategy in named):
-        raise ValueError("strategies stored-... come with speculation.ahead; leave them out of speculation.strategies")
-    stored = STORED if ahead and mode != "plain" else ()
-    return (OFF, *(strategy for strategy in named if strategy.source in _SOURCES[mode]), *stored)
+    return (OFF, *(strategy for strategy in named if strategy.source in _SOURCES[mode]))
 
 
 def parse_strategy(name: str) -> Strategy:

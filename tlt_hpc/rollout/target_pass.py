@@ -1,12 +1,13 @@
-"""One pass of the target over the drafts of the rows: forward, the walk along its choices, and what is kept of it.
+"""One pass of the target over the spans of the rows: forward, the walk along its choices, and what is kept of it.
 
-Tensors alone, and where a path's length is bounded ahead no look at them: what graphs capture is made of these parts.
+Tensors alone, and no look at them: what graphs capture is made of these parts.
 Knows neither how drafts come about nor how a token is chosen.
-Shapes: ``B`` rows, ``N`` nodes of a draft tree, ``m`` columns of the longest path, ``V`` vocabulary, ``F`` features.
+Shapes: ``T`` tokens of a pass, ``R`` rows, ``m`` columns of the longest path, ``V`` vocabulary, ``F`` features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,19 +17,23 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.scheduler import PrefillChunk
+from tlt_hpc.rollout.spans import Spans, Walk, emitted_counts, walk
 from tlt_hpc.rollout.transfer import upload
-from tlt_hpc.rollout.tree import DraftTree, emitted_counts, nodes_on_path, path_nodes_in_order
 
 
 @dataclass(frozen=True)
 class AcceptedPath:
-    """Accepted path of each row: nodes on it [B, N], in order [B, m], choices on it [B, m], and how many count [B]."""
+    """The accepted path of each row, and what it emits."""
 
-    on_path: Tensor
-    path: Tensor
+    walk: Walk
+    choices: Tensor
+    """The target's choice at each node [T]."""
     chosen: Tensor
+    """Choices along the path [R, m]."""
     counts: Tensor
+    """Choices that are emitted [R]."""
     ended: Tensor
+    """True where the last of them is an end token [R]."""
 
 
 @dataclass(frozen=True)
@@ -59,67 +64,33 @@ class TargetPass:
         if cache.features is not None:
             cache.features[cache.slots_of_positions(positions, tables).flatten()] = features
 
-    def forward(self, drafts: DraftTree, layout: Layout | None) -> tuple[Tensor, Tensor]:
-        """Features to keep [B, N, F] and logits [B, N, V] at every node."""
-        rows, cache = self.rows, self.cache
-        count, n = drafts.tokens.shape
-        first = (rows.lengths[:count] - 1).unsqueeze(1)
-        places = first + torch.arange(n, device=first.device)
-        positions = places if drafts.depths is None else first + drafts.depths
-        attend = cache.make_attention(
-            layout,
-            cache.tables[:count],
-            places,
-            None if drafts.ancestors is None else first.squeeze(1),
-            drafts.ancestors,
+    def forward(self, spans: Spans, layouts: Sequence[Layout | None]) -> tuple[Tensor, Tensor]:
+        """Features to keep [T, F] and logits [T, V] at every node; ``layouts``: of the rows of each group of spans."""
+        attend = self.cache.make_span_attention(spans, layouts)
+        hidden, features = self.decoder.features(
+            spans.tokens.clamp(min=0), spans.positions, attend, self.feature_layers
         )
-        fed = drafts.tokens.clamp(min=0)
-        flat = fed.flatten(), positions.flatten()
-        hidden, features = self.decoder.features(*flat, attend, self.feature_layers)
-        return features.view(count, n, -1), self.decoder.logits(hidden).view(count, n, -1)
+        return features, self.decoder.logits(hidden)
 
-    def accepted_path(self, drafts: DraftTree, chosen: Tensor, longest: int | None = None) -> AcceptedPath:
-        """The path through the target's choices [B, N]; ``longest`` bounds its columns without a look at it."""
-        rows, count = self.rows, len(chosen)
-        on_path = nodes_on_path(chosen, drafts)
-        if drafts.depths is None:
-            path = torch.arange(drafts.num_nodes, device=chosen.device).expand(count, -1)
-            along = chosen.clone()
-        else:
-            path = path_nodes_in_order(on_path, int(on_path.sum(1).max()) if longest is None else longest)
-            along = chosen.gather(1, path)
-        room = rows.caps[:count] - rows.lengths[:count]
-        counts, ended = emitted_counts(along, on_path.sum(1) - 1, room, rows.ends)
-        return AcceptedPath(on_path, path, along, counts, ended)
+    def accepted_path(self, spans: Spans, choices: Tensor) -> AcceptedPath:
+        """The path through the target's choices [T]."""
+        rows, found, num_rows = self.rows, walk(choices, spans), spans.layout.num_rows
+        chosen = choices[found.path]
+        room = rows.caps[:num_rows] - rows.lengths[:num_rows]
+        counts, ended = emitted_counts(chosen, found.accepted, room, rows.ends)
+        return AcceptedPath(found, choices, chosen, counts, ended)
 
-    def commit(self, drafts: DraftTree, accepted: AcceptedPath, features: Tensor) -> Tensor:
+    def commit(self, spans: Spans, accepted: AcceptedPath, features: Tensor) -> Tensor:
         """Put the path's keys and values where a chain would have them; keep features and tokens.
 
-        Returns the columns [B, m] of the rows' texts at which the path's tokens stand.
+        Returns the columns [R, m] of the rows' texts at which the path's tokens stand.
         """
-        rows, cache = self.rows, self.cache
-        count, width = accepted.path.shape
-        tables = cache.tables[:count]
-        first = (rows.lengths[:count] - 1).unsqueeze(1)
-        along = first + torch.arange(width, device=first.device)
-        straight = drafts.depths is None
-        if not straight and width > 1:
-            source = cache.slots_of_positions(first + accepted.path, tables)
-            cache.copy_slots(source[:, 1:].flatten(), cache.slots_of_positions(along, tables)[:, 1:].flatten())
-        if cache.features is not None:
-            kept = features if straight else values_along_path(features, accepted.path)
-            cache.features[cache.slots_of_positions(along, tables).flatten()] = kept.flatten(0, 1)
-        return rows.append_tokens(accepted.chosen, accepted.counts)
-
-
-def noise_by_node(noise: Tensor, drafts: DraftTree) -> Tensor:
-    """Noise [B, N, V] of each node's own position, from that of each depth [B, D + 1, V]."""
-    if drafts.depths is None:
-        return noise[:, : drafts.num_nodes]
-    rows = torch.arange(len(noise), device=noise.device).unsqueeze(1)
-    return noise[rows, drafts.depths]
-
-
-def values_along_path(values: Tensor, path: Tensor) -> Tensor:
-    """Values [B, m, X] on the path [B, m], of those [B, N, X] of all nodes."""
-    return values.gather(1, path.unsqueeze(2).expand(-1, -1, values.shape[2]))
+        cache, rows, on_path = self.cache, spans.layout.rows, accepted.walk.on_path
+        if on_path is not None or cache.features is not None:
+            slots = cache.slots_of_tokens(rows, spans.positions)
+            if on_path is not None:  # a node off the path would overwrite the one on it
+                slots = torch.where(on_path, slots, cache.spare_slot)
+                cache.copy_slots(cache.slots_of_tokens(rows, spans.places), slots)
+            if cache.features is not None:
+                cache.features[slots] = features
+        return self.rows.append_tokens(accepted.chosen, accepted.counts)

@@ -67,7 +67,7 @@ class Session:
         return self.assets.tokenizer
 
     def engine_settings(self, ahead: bool = False) -> EngineSettings:
-        """The engine's settings in the job's rollouts; ``ahead``: with strategies for texts generated ahead."""
+        """The engine's settings in the job's rollouts; ``ahead``: with drafts from texts generated ahead."""
         rollout, speculation, assets = self.config.rollout, self.config.speculation, self.assets
         return EngineSettings(
             params=SamplingParams(
@@ -85,7 +85,8 @@ class Session:
             kv_bytes=rollout.kv_bytes,
             page_size=rollout.page_size,
             prefill_tokens=rollout.prefill_tokens,
-            strategies=parse_strategies(speculation.mode, speculation.strategies, ahead),
+            strategies=parse_strategies(speculation.mode, speculation.strategies),
+            stored_texts=ahead and speculation.mode != "plain",
             seed=self.world.rank,
             # with special tokens, whose text a stop string may be: those that end a chat's turn are such
             detokenize=partial(assets.tokenizer.decode, skip_special_tokens=False) if rollout.stop_strings else None,

@@ -92,8 +92,7 @@ class PlannedEngine:
         """Bytes that the widest pass and the choice of its tokens take temporarily."""
         rollout, shape = self.situation.config.rollout, self.part
         vocab_size, item = shape.vocab_size, self.situation.decoding_bytes_per_number
-        strategies = self.settings.strategies
-        rows = max(min(rollout.max_live, one.max_rows(vocab_size)) * one.widest_pass for one in strategies)
+        rows = self.settings.max_pass_tokens(vocab_size)
         tokens = max(rows, min(rollout.prefill_tokens, rollout.max_live * self.settings.max_prompt_tokens))
         h, q = shape.hidden_size, shape.num_heads * shape.head_dim
         qkv = q + 2 * shape.num_kv_heads * shape.head_dim
@@ -110,13 +109,9 @@ class PlannedEngine:
             }
         )
 
-    @property
-    def _widest_pass(self) -> int:
-        return max(strategy.widest_pass for strategy in self.settings.strategies)
-
     def _attention_partials_bytes(self) -> int:
         """What attention on a GPU keeps of spans of sequences until they are joined, in a pass over drafts."""
-        queries = self.sizes.num_rows * self._widest_pass * self.part.num_heads
+        queries = self.settings.max_pass_tokens(self.part.vocab_size) * self.part.num_heads
         return min(PARTIAL_BYTES, 4 * queries * self.part.head_dim * -(-self.situation.max_sequence_tokens // SPAN))
 
     def _page_gather_bytes(self) -> int:
@@ -124,7 +119,7 @@ class PlannedEngine:
         shape, item = self.part, self.situation.decoding_bytes_per_number
         slots = (self.sizes.num_pages + 1) * self.sizes.page_size
         per_group = shape.num_heads // shape.num_kv_heads
-        masks = self._widest_pass * (2 + per_group) * item * len(set(shape.windows))
+        masks = self.settings.max_slots * (2 + per_group) * item * len(set(shape.windows))
         return slots * (2 * shape.num_kv_heads * shape.head_dim * item + masks)
 
     def _tie_guard_bytes(self) -> int:
@@ -153,7 +148,8 @@ def _make_engine_settings(situation: Situation) -> EngineSettings:
         tie_guard=situation.has_tie_guard,
         kv_bytes=rollout.kv_bytes,
         page_size=rollout.page_size,
-        strategies=parse_strategies(speculation.mode, speculation.strategies, ahead),
+        strategies=parse_strategies(speculation.mode, speculation.strategies),
+        stored_texts=ahead and speculation.mode != "plain",
     )
 
 
