@@ -19,13 +19,14 @@ from tlt_hpc.kernels.dispatch import has_triton
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import read_folder_weights
-from tlt_hpc.rollout import graph_round
-from tlt_hpc.rollout.device_rounds import DeviceRounds
-from tlt_hpc.rollout.graph_round import NUM_FIGURES, GraphRound
+from tlt_hpc.rollout import graph_pass
+from tlt_hpc.rollout.decoding import Rounds
+from tlt_hpc.rollout.graph_pass import GraphPasses
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.rollout.target_pass import NUM_FIGURES
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
 
@@ -43,7 +44,7 @@ REQUESTS = gcd_requests(3, 4)
 @pytest.fixture
 def gpu(monkeypatch):
     """And what a round tells the host: random tokens, of which some are the last of their response."""
-    source, take = random.Random(0), DeviceRounds._append_outcome
+    source, take = random.Random(0), Rounds._append_outcome
 
     def take_random(rounds, responses, told, log_probs):
         rows = []
@@ -53,7 +54,7 @@ def gpu(monkeypatch):
             rows.append([*tokens, count, max(0, count - 1), int(source.random() < 0.05)])
         return take(rounds, responses, rows, log_probs)
 
-    monkeypatch.setattr(DeviceRounds, "_append_outcome", take_random)
+    monkeypatch.setattr(Rounds, "_append_outcome", take_random)
     try:
         load_guard()
     except UserError as error:  # it says what to install
@@ -105,7 +106,7 @@ def test_a_rollout_never_waits_for_the_gpu(gpu, name):
     Nor for a graph: all are captured before the first rollout.
     """
     engine = gpu_engine(**OPTIONS[name])
-    num_graphs = len(engine._rounds._graphs)
+    num_graphs = engine._rounds.num_graphs
     texts = {request.key: np.arange(2, 20, dtype=np.int32) for request in REQUESTS[::3]}
     for version in (1, 2):
         engine.outbox.set_sink(kept := KeptFeatures())
@@ -121,7 +122,7 @@ def test_a_rollout_never_waits_for_the_gpu(gpu, name):
     assert (counts.num_preempted > 0) == (name == "preempted")
     generate(gpu, engine, num_steps=3)
     assert engine.abort()
-    assert len(engine._rounds._graphs) == num_graphs > 0
+    assert engine._rounds.num_graphs == num_graphs > 0
 
 
 @pytest.mark.ci
@@ -169,9 +170,9 @@ def around(change):
 
 BREAKS = {
     "a list as index": (LiveRows, "last_tokens", around(lambda tokens: tokens[[*range(len(tokens))]])),
-    "a number read back": (GraphRound, "_log_probs", around(lambda x: x - float(x.amax()))),
-    "a mask as index": (GraphRound, "_near_ties", around(lambda near: near.clone().index_put_((near,), ~near[:1]))),
-    "a copy to the CPU and back": (graph_round, "score_tolerances", around(lambda zone: zone.cpu().to(GPU))),
+    "a number read back": (GraphPasses, "_log_probs", around(lambda x: x - float(x.amax()))),
+    "a mask as index": (GraphPasses, "_near_ties", around(lambda near: near.clone().index_put_((near,), ~near[:1]))),
+    "a copy to the CPU and back": (graph_pass, "score_tolerances", around(lambda zone: zone.cpu().to(GPU))),
 }
 
 
@@ -193,7 +194,7 @@ STALE = {
 
 def test_what_a_graph_would_not_notice_is_seen(gpu):
     engine = gpu_engine([TREE, CHAIN, OFF], max_live=2)
-    graphs = list(engine._rounds._graphs._graphs._captured.values())
+    graphs = list(engine._rounds.graphs._graphs._captured.values())
 
     def replay_all():
         for graph in graphs:

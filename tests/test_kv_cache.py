@@ -137,7 +137,7 @@ def test_attention_of_spans_is_that_over_dense_tensors(kind, seed, window):
     if kind is HostPagedCache:
         layout = make_span_layout(group_by_width(drafts.widths), CPU)
     else:
-        layout = make_block_layout(drafts.widths, sum(drafts.widths) + 3, len(kv), 5, CPU)
+        layout = make_block_layout(drafts.widths, sum(drafts.widths) + 3, len(kv) + 1, 5, CPU)
     spans, high = make_spans(drafts, layout, lengths + 1), max(map(max, tables)) + 1
     layouts = [cache.build_layout([tables[row] for row in group.rows], high) for group in layout.groups]
     query = torch.randn(len(layout.rows), G * R, D)

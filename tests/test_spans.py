@@ -74,7 +74,7 @@ def test_the_walk_follows_the_choices(seed, most, num_rows, is_padded):
     assert list(table.widths) == [len(tokens) for tokens, _ in rows]
     if is_padded:
         total = sum(table.widths) + source.randint(0, 9)
-        layout = make_block_layout(table.widths, total, num_rows, source.randint(1, 5), CPU)
+        layout = make_block_layout(table.widths, total, num_rows + 1, source.randint(1, 5), CPU)
     else:
         layout = make_span_layout(group_by_width(table.widths), CPU)
     lengths = torch.tensor([source.randint(1, 9) for _ in range(layout.num_rows)])
@@ -110,7 +110,7 @@ def test_groups_hold_each_row_once_and_pad_little(widths):
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(0, 20), st.integers(1, 8))
 def test_blocks_hold_each_token_once_and_none_of_two_rows(widths, missing, num_queries):
     total = max(1, sum(widths) + missing)
-    layout = make_block_layout(widths, total, 12, num_queries, CPU)
+    layout = make_block_layout(widths, total, 13, num_queries, CPU)
     slots = layout.token_of_slot.flatten()
     assert slots[layout.slot_of_token].tolist() == list(range(total)) and int((slots >= 0).sum()) == total
     for block in layout.token_of_slot:
@@ -118,7 +118,7 @@ def test_blocks_hold_each_token_once_and_none_of_two_rows(widths, missing, num_q
         assert (block[: len(used)] == used).all() and len(set(layout.roots[used].tolist()) | {0}) <= 1 + len(used)
         if len(used) and layout.rows[used[0]] < 12:
             assert len(set(layout.rows[used].tolist())) == 1
-    other = make_block_layout((), total, 12, num_queries, CPU)
+    other = make_block_layout((), total, 13, num_queries, CPU)
     assert other.token_of_slot.shape == layout.token_of_slot.shape, "a graph serves both"
 
 

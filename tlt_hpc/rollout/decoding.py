@@ -1,9 +1,9 @@
 """One round of the live rows: draft, verify in one target pass, accept the path that the target itself would take.
 
 Every emitted token is the target's own sample at its position (method, section 2): what is drafted decides how many
-come at once, never which. Each row has a span of its own length in the pass. Knows no queue, no page and no request.
-Shapes: ``T`` tokens of a pass, ``B`` rows, ``N`` nodes of the widest span, ``m`` columns of the longest path, ``V``
-vocabulary, ``H`` hidden.
+come at once, never which. Each row has a span of its own length in the pass. On a device a round is queued as graphs
+and read while the next one runs: the host learns a round late which tokens a row got and that it has ended, and what
+the round launched meanwhile gave such a row is discarded. Knows no queue, no page and no request.
 """
 
 from __future__ import annotations
@@ -13,182 +13,188 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.rollout.device_cache import DevicePagedCache
 from tlt_hpc.rollout.drafts import LearnedDrafts, Proposal
-from tlt_hpc.rollout.ngram_drafts import NgramDrafts, NoiseAt, make_noise_reader
+from tlt_hpc.rollout.eager_pass import EagerPasses
+from tlt_hpc.rollout.graph_pass import GraphPasses
+from tlt_hpc.rollout.ngram_drafts import NgramDrafts
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rounds import PhaseSeconds, RoundPlan, RoundResult
-from tlt_hpc.rollout.sampling import choose_tokens_by_rule, token_log_probs
 from tlt_hpc.rollout.scheduler import Scheduler
-from tlt_hpc.rollout.spans import (
-    DraftTable,
-    LayoutCache,
-    SpanLayout,
-    Spans,
-    group_by_width,
-    make_draft_chains,
-    make_span_layout,
-    make_spans,
-    replace_rows,
-)
+from tlt_hpc.rollout.settings import EngineSettings
+from tlt_hpc.rollout.spans import DraftTable, make_draft_chains, replace_rows
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.rollout.target_pass import AcceptedPath, TargetPass
+from tlt_hpc.rollout.target_pass import NUM_FIGURES, Outcome, TargetPass
 from tlt_hpc.rollout.tie_guard import TieGuard
+from tlt_hpc.rollout.transfer import PendingHostCopy
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class HostRounds:
-    """Rounds on a host: each has been read when it is launched."""
+class Rounds:
+    """Launches rounds and reads them.
 
-    decoder: Decoder
-    scheduler: Scheduler
-    noise: NoiseWindow
-    guard: TieGuard
-    learned: LearnedDrafts | None
-    ngram: NgramDrafts
-    drafter_is_sound: bool = True
+    By graphs a round may be launched before the one before it is read, unless near-ties or n-grams need the texts. With
+    the tie guard on and a row whose rule truncates (top-k, top-p), a round is eager: the guard knows more zones of
+    doubt there.
+    """
 
-    def __post_init__(self) -> None:
-        layers = self.learned.drafter.feature_layers if self.learned else ()
-        self.target = TargetPass(self.decoder, self.scheduler.rows, self.scheduler.cache, layers)
-        self._done: deque[RoundResult] = deque()
-        self._layouts = LayoutCache()
-
-    # -- what a device adds -------------------------------------------------------------------------------------
-
-    @property
-    def is_guarded(self) -> bool:
-        """True if near-ties count: texts that are generated ahead are drafts, which need not be exact."""
-        return self.guard.active and not self.scheduler.rows.responses[0].is_ahead
-
-    def overlaps(self, strategy: Strategy) -> bool:
-        """True if a round of this strategy may be launched before the round before it is read."""
-        return False
-
-    def capture(self, truncates: bool) -> None:
-        """Record ahead what can be replayed: nothing here."""
-
-    @property
-    def graph_bytes(self) -> int:
-        """Device memory of captured graphs."""
-        return 0
+    def __init__(
+        self,
+        decoder: Decoder,
+        settings: EngineSettings,
+        scheduler: Scheduler,
+        noise: NoiseWindow,
+        guard: TieGuard,
+        learned: LearnedDrafts | None,
+    ) -> None:
+        self._scheduler, self._guard, self._learned, self._device = scheduler, guard, learned, decoder.device
+        cache, layers = scheduler.cache, learned.drafter.feature_layers if learned else ()
+        self.target = TargetPass(decoder, scheduler.rows, cache, layers)
+        self._eager = EagerPasses(self.target, scheduler, noise, guard, learned)
+        self.graphs: GraphPasses | None = None
+        """The passes that are recorded ahead, where the cache is that of a device."""
+        if isinstance(cache, DevicePagedCache):
+            self.graphs = GraphPasses(self.target, cache, noise, learned, settings)
+        self.ngram = NgramDrafts(any(strategy.source == "ngram" for strategy in settings.strategies))
+        self.drafter_is_sound = True
+        """False from the moment at which its scores were not numbers."""
+        self._in_flight: deque[_Round] = deque()
 
     @property
     def num_in_flight(self) -> int:
-        """Rounds that were launched and have not been read."""
-        return len(self._done)
+        """Number of rounds that were launched and have not been read."""
+        return len(self._in_flight)
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of graphs that have been captured."""
+        return 0 if self.graphs is None else self.graphs.num_graphs
 
     @property
     def tokens_in_flight(self) -> int:
         """Tokens that a row may have got in rounds that have not been read."""
-        return 0
+        return sum(started.plan.deepest + 1 for started in self._in_flight)
 
-    def finish_oldest_round(self) -> RoundResult:
-        """Wait for the oldest round under way, and append its tokens to the texts."""
-        return self._done.popleft()
+    @property
+    def is_guarded(self) -> bool:
+        """True if near-ties count: texts that are generated ahead are drafts, which need not be exact."""
+        return self._guard.active and not self._scheduler.rows.responses[0].is_ahead
+
+    def overlaps(self, strategy: Strategy) -> bool:
+        """True if a round of this strategy may be launched before the round before it is read."""
+        return self.graphs is not None and not (self.is_guarded or strategy.source == "ngram")
 
     # -- a round ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def launch(self, plan: RoundPlan) -> None:
-        """Draft, verify, accept, commit."""
-        rows, clock, phases = self.scheduler.rows, _Clock(), PhaseSeconds()
-        responses, num_guarded = list(rows.responses), self.guard.num_guarded
-        self.noise.prepare(rows.response_lengths, plan.deepest + 1)
-        phases.sample += clock.take_lap_seconds()
-        drafts, proposal, which = self.draft(plan)
-        is_sound = self.rest_drafter_if_nan(None if proposal is None else proposal.scores)
-        if not is_sound:
-            drafts, proposal = self._plain_table(), None
-        phases.draft += clock.take_lap_seconds()
-        layout = self._layouts.get(tuple(drafts.widths), self.make_layout)
-        spans = make_spans(drafts, layout, rows.lengths)
-        features, logits = self.target.forward(
-            spans, [self.scheduler.layout_of_rows(group.rows) for group in layout.groups]
+        """Draft, verify, accept, commit; on a device all of it is queued."""
+        rows, is_guarded, graphs = self._scheduler.rows, self.is_guarded, self.graphs
+        truncates = any(response.rule.truncates for response in rows.responses)
+        since = self._in_flight[-1].watch if plan.is_next and self._in_flight else None
+        num_captured, num_guarded = self.num_graphs, self._guard.num_guarded
+        watch = _Stopwatch(self._device)
+        drafts, proposal, which = self._draft(plan)
+        watch.mark()
+        before = None
+        if graphs is None or (is_guarded and truncates):
+            outcome = self._eager.verify_and_commit(drafts, is_guarded, watch.mark)
+            layout = self._eager.layout_of_widths(tuple(drafts.widths))
+        else:
+            before = rows.lengths.clone() if is_guarded else None
+            graphs.tolerance.fill_(self._guard.logit_tolerance if is_guarded else 0.0)
+            outcome = graphs.verify_and_commit(drafts, truncates)
+            layout = graphs.layout_of_widths(tuple(drafts.widths))
+        if proposal is not None and self._learned is not None and outcome.on_path is not None:
+            first = layout.first_tokens[rows.index_of(which)]
+            nodes = torch.arange(proposal.tokens.shape[1], device=first.device)
+            self._learned.count_accepted_nodes(proposal, outcome.on_path[first.unsqueeze(1) + nodes])
+        live = slice(rows.num_live)
+        host_copies = (
+            PendingHostCopy(outcome.figures[live]),
+            PendingHostCopy(outcome.log_probs[live]),
+            None if proposal is None else PendingHostCopy(proposal.scores),
         )
-        phases.verify += clock.take_lap_seconds()
-        accepted = self._accept(spans, logits)
-        self._commit(spans, accepted, features, logits)
-        if proposal is not None:
-            self.count_accepted_nodes(proposal, which, layout, accepted.walk.on_path)
-        phases.sample += clock.take_lap_seconds()
-        given = append_accepted_tokens(responses, accepted)
-        phases.other += clock.take_lap_seconds()
-        self._done.append(
-            RoundResult(
-                plan,
-                responses,
-                *given,
-                seconds=plan.prepared_seconds + clock.total,
-                phases=phases,
-                num_guarded=self.guard.num_guarded - num_guarded,
-                is_sound=is_sound,
-                is_measurement=is_sound,
+        watch.mark()
+        self._in_flight.append(
+            _Round(
+                plan=plan,
+                responses=list(rows.responses),
+                drafts=drafts,
+                before=before,
+                host_copies=host_copies,
+                watch=watch,
+                since=since,
+                num_guarded=num_guarded,
+                has_captured=self.num_graphs > num_captured,
             )
         )
 
-    def make_layout(self, widths: tuple[int, ...]) -> SpanLayout:
-        """The layout of a pass over all live rows, whose spans have these widths."""
-        return make_span_layout(group_by_width(widths), self.decoder.device)
-
     # -- draft --------------------------------------------------------------------------------------------------
 
-    def draft(self, plan: RoundPlan) -> tuple[DraftTable, Proposal | None, Sequence[int]]:
+    def _draft(self, plan: RoundPlan) -> tuple[DraftTable, Proposal | None, Sequence[int]]:
         """Drafts of a round, with what the learned drafter has proposed, if it took part, and for which rows."""
-        strategy, responses = plan.strategy, self.scheduler.rows.responses
+        strategy, rows = plan.strategy, self._scheduler.rows
+        responses, passes = rows.responses, self.graphs or self._eager
         which = [row for row in range(len(responses)) if row not in plan.stored]
         chains: DraftTable | None = None
         if plan.stored or strategy.source == "ngram":
             stored = [(row, responses[row].stored) for row in plan.stored]
             drafts = {row: text.next_drafts(plan.stored_depth) for row, text in stored if text is not None}
             if strategy.source == "ngram" and which:
-                reader, others = self.noise_reader(which, strategy.depth), [responses[row] for row in which]
+                reader, others = passes.noise_reader(which, strategy.depth), [responses[row] for row in which]
                 drafts.update(zip(which, self.ngram.draft_chains(others, reader, strategy), strict=True))
             nodes = [[one.text[-1], *drafts.get(row, ())] for row, one in enumerate(responses)]
-            chains = make_draft_chains(nodes, self.decoder.device)
-        if strategy.source != "drafter" or not which:
-            return chains or self._plain_table(), None, ()
-        found = self.draft_with_model(strategy, which)
-        width, depth = strategy.widest_pass, strategy.depth
-        own = DraftTable(found.tokens, [width] * len(which), found.parents, depth if found.parents is not None else 0)
-        return own if chains is None else replace_rows(chains, which, own), found, which
+            chains = make_draft_chains(nodes, self._device)
+        if strategy.source == "drafter" and which:
+            if self.graphs is not None:
+                found = self.graphs.draft_rows(which, strategy, self.tokens_in_flight)
+            else:
+                found = self._eager.draft_rows(which, strategy)
+            depth = 0 if found.parents is None else strategy.depth
+            own = DraftTable(found.tokens, [strategy.widest_pass] * len(which), found.parents, depth)
+            return own if chains is None else replace_rows(chains, which, own), found, which
+        last = rows.last_tokens(rows.index[: rows.num_live]).unsqueeze(1)
+        return chains or DraftTable(last, [1] * rows.num_live), None, ()
 
-    def _plain_table(self) -> DraftTable:
-        """No drafts."""
-        rows = self.scheduler.rows
-        return DraftTable(rows.last_tokens(rows.index[: rows.num_live]).unsqueeze(1), [1] * rows.num_live)
+    # -- read ---------------------------------------------------------------------------------------------------
 
-    def noise_reader(self, which: Sequence[int], depth: int) -> NoiseAt:
-        """Reads the noise of the next positions of these rows on the host."""
-        return make_noise_reader(self._noise_of_next_positions(which, depth))
-
-    def draft_with_model(self, strategy: Strategy, which: Sequence[int]) -> Proposal:
-        """The learned drafter's drafts for these rows."""
-        assert self.learned is not None, f"strategy {strategy.name} without a drafter"
-        layout, noise = (
-            self.scheduler.layout_of_rows(tuple(which)),
-            self._noise_of_next_positions(which, strategy.depth),
+    def finish_oldest_round(self) -> RoundResult:
+        """Wait for the oldest round under way, and append its tokens to the texts."""
+        started = self._in_flight.popleft()
+        phases = PhaseSeconds(*started.watch.wait_for_lap_seconds())
+        figures, log_probs, scores = (None if copy is None else copy.wait() for copy in started.host_copies)
+        assert figures is not None and log_probs is not None
+        is_sound = self._rest_drafter_if_nan(scores)
+        start = time.perf_counter()
+        if started.before is not None and bool((figures[:, -1] >= 2).any()):
+            figures, log_probs, _ = self._redo_round_with_guard(started)
+        given = self._append_outcome(started.responses, figures.tolist(), log_probs)
+        for later in self._in_flight:
+            if later.plan.strategy.has_drafter:  # it began where this one ended; none of these has a stored text
+                for response in later.responses:
+                    response.num_read = len(response.text) - 1
+        return RoundResult(
+            started.plan,
+            started.responses,
+            *given,
+            seconds=started.seconds + (0.0 if started.since else time.perf_counter() - start),
+            phases=phases,
+            num_guarded=self._guard.num_guarded - started.num_guarded,
+            is_sound=is_sound,
+            is_measurement=is_sound and not started.has_captured,
+            overlapped=started.since is not None,
         )
-        return self.learned.propose(self.scheduler.rows, which, layout, noise, strategy)
 
-    def _noise_of_next_positions(self, which: Sequence[int], depth: int) -> Tensor:
-        """Noise [B, D, V] of the next positions of these rows."""
-        rows = self.scheduler.rows
-        index = rows.index_of(which)
-        first = (rows.lengths - rows.starts)[index].unsqueeze(1)
-        positions = first + torch.arange(depth, device=first.device)
-        return self.noise.noise_at(index.unsqueeze(1).expand_as(positions).flatten(), positions.flatten()).view(
-            *positions.shape, -1
-        )
-
-    def rest_drafter_if_nan(self, scores: Tensor | None) -> bool:
+    def _rest_drafter_if_nan(self, scores: Tensor | None) -> bool:
         """True unless a score is NaN; then the drafter rests from now on."""
         if scores is None or not bool(torch.isnan(scores).any()):
             return True
@@ -199,84 +205,85 @@ class HostRounds:
         self.drafter_is_sound = False
         return False
 
-    def count_accepted_nodes(
-        self, proposal: Proposal, which: Sequence[int], layout: SpanLayout, on_path: Tensor | None
-    ) -> None:
-        """Count which nodes of drafted trees were on the path [T]."""
-        if self.learned is None or on_path is None:
-            return
-        first = layout.first_tokens[self.scheduler.rows.index_of(which)]
-        nodes = torch.arange(proposal.tokens.shape[1], device=first.device)
-        self.learned.count_accepted_nodes(proposal, on_path[first.unsqueeze(1) + nodes])
+    def _append_outcome(
+        self, responses: Sequence[Response], figures: list[list[int]], log_probs: Tensor
+    ) -> tuple[list[int], list[bool], list[int]]:
+        """Append an outcome's tokens to the texts, with log-probs [B, m]; returns how many, whether an end token came,
+        and drafts accepted.
+        """
+        counts, ended, accepted, kept = list[int](), list[bool](), list[int](), list[tuple[int, int, int, int]]()
+        for i, (response, row) in enumerate(zip(responses, figures, strict=True)):
+            count, num_accepted, flags = row[-NUM_FIGURES:]
+            # one that was preempted since waits at least until this round has been read
+            here = response.row >= 0 and count > 0
+            counts.append(count if here else 0)
+            ended.append(here and bool(flags & 1))
+            if here:
+                kept.append((i, response.row, len(response.text), count))
+                response.text += row[:count]
+                accepted.append(num_accepted)
+        self._scheduler.rows.write_log_probs(log_probs, kept)
+        return counts, ended, accepted
 
-    # -- accept -------------------------------------------------------------------------------------------------
-
-    def _accept(self, spans: Spans, logits: Tensor) -> AcceptedPath:
-        """The target's own choices along the realised path, near-ties decided canonically."""
-        rows = self.scheduler.rows
-        rules = [response.rule for response in rows.responses]
-        noise = self.noise.noise_at(spans.layout.rows, rows.response_positions(spans))
-        tolerated = self.guard.logit_tolerance
-        choice = choose_tokens_by_rule(logits, noise, rules, spans.layout.rows, self.guard.score_tolerance)
-        chosen, doubtful = choice.token, choice.doubtful
-        decided = torch.zeros_like(doubtful)
-        while True:
-            accepted = self.target.accepted_path(spans, chosen)
-            if not self.is_guarded or not bool(doubtful.any()):
-                return accepted
-            reached = torch.arange(accepted.walk.path.shape[1], device=chosen.device) < accepted.counts.unsqueeze(1)
-            ties = (doubtful & ~decided)[accepted.walk.path] & reached
-            if not bool(ties.any()):
-                return accepted
-            # one tie a row at a time: its decision tells which later positions are reached at all
-            for row in ties.any(1).nonzero().flatten().tolist():
-                column = int(ties[row].long().argmax())
-                node = int(accepted.walk.path[row, column])
-                prefix = torch.cat(
-                    [rows.tokens[row, : rows.lengths[row]], spans.tokens[accepted.walk.path[row, 1 : column + 1]]]
-                )
-                chosen[node] = self.guard.decide_token_in_float64(prefix, noise[node], logits[node], rules[row])
-                decided[node] = True
-            if self.guard.logit_tolerance > tolerated:
-                tolerated = self.guard.logit_tolerance
-                doubtful = choose_tokens_by_rule(
-                    logits, noise, rules, spans.layout.rows, self.guard.score_tolerance
-                ).doubtful
-
-    # -- commit -------------------------------------------------------------------------------------------------
-
-    def _commit(self, spans: Spans, accepted: AcceptedPath, features: Tensor, logits: Tensor) -> None:
-        """Commit what the rows accepted, with its log-probs."""
-        rows, used = self.scheduler.rows, logits[:, : self.noise.vocab_size]
-        if spans.is_tree:  # most nodes are not on the path
-            heat = rows.temperatures[: rows.num_live].view(-1, 1, 1)
-            log_probs = token_log_probs(used[accepted.walk.path], accepted.chosen, heat)
-        else:
-            each = token_log_probs(used, accepted.choices, rows.temperatures[spans.layout.rows].unsqueeze(1))
-            log_probs = each[accepted.walk.path]
-        columns = self.target.commit(spans, accepted, features)
-        rows.log_probs[torch.arange(len(columns)).unsqueeze(1), columns.cpu()] = log_probs.cpu()
+    def _redo_round_with_guard(self, started: _Round) -> Outcome:
+        """A near-tie was reached: undo the commitment and accept the same drafts by the guard."""
+        assert started.before is not None and not self._in_flight
+        self._scheduler.rows.lengths.copy_(started.before)
+        return self._eager.verify_and_commit(started.drafts, True, lambda: None)
 
 
-def append_accepted_tokens(
-    responses: Sequence[Response], accepted: AcceptedPath
-) -> tuple[list[int], list[bool], list[int]]:
-    """Append the emitted tokens to the texts; returns how many, whether an end token came, and drafts accepted."""
-    counts: list[int] = accepted.counts.tolist()
-    for response, row, count in zip(responses, accepted.chosen.tolist(), counts, strict=True):
-        response.text.extend(row[:count])
-    return counts, accepted.ended.tolist(), accepted.walk.accepted.tolist()
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Round:
+    """A launched round: its plan and drafts, and the copies of its outcome on their way to the host."""
 
-
-class _Clock:
-    def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
+    plan: RoundPlan
+    responses: list[Response]
+    drafts: DraftTable
+    before: Tensor | None
+    """Lengths before it, kept for the tie guard."""
+    host_copies: tuple[PendingHostCopy, PendingHostCopy, PendingHostCopy | None]
+    """Figures and log-probs of the outcome, and the drafter's scores."""
+    watch: _Stopwatch
+    since: _Stopwatch | None
+    """Stopwatch of the round before, if the device had nothing else to do between them."""
+    num_guarded: int
+    """Near-ties that had been decided before it."""
+    has_captured: bool
 
     @property
-    def total(self) -> float:
-        return self._last - self._start
+    def seconds(self) -> float:
+        """From the end of the round before to its own; else its own, and the host's before it."""
+        if self.since is not None:
+            return self.watch.seconds_since(self.since)
+        return sum(self.watch.wait_for_lap_seconds()) + self.plan.prepared_seconds
 
-    def take_lap_seconds(self) -> float:
-        now = time.perf_counter()
-        passed, self._last = now - self._last, now
-        return passed
+
+class _Stopwatch:
+    """The times at marks in the device's work, by events on CUDA; the first mark is set at the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if self._device.type != "cuda":
+            self._times.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._events.append(event)
+
+    def wait_for_lap_seconds(self) -> list[float]:
+        """Wait for the last mark without a busy loop; the seconds from each mark to the next."""
+        if self._device.type != "cuda":
+            return [after - before for before, after in pairwise(self._times)]
+        self._events[-1].synchronize()
+        return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
+
+    def seconds_since(self, other: _Stopwatch) -> float:
+        """Seconds from another's last mark to this one's, both of which have passed."""
+        if self._device.type != "cuda":
+            return self._times[-1] - other._times[-1]
+        return float(other._events[-1].elapsed_time(self._events[-1])) / 1000

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tlt_hpc.kernels.attention import MAX_QUERIES, paged_attention, rows_of_tile
 from tlt_hpc.kernels.pointwise import HeadNorms, rotate_and_store
-from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.layers import Attend, FusedAttend
 from tlt_hpc.models.rotary import RotaryRows
 from tlt_hpc.models.shape import ModelShape
@@ -54,6 +53,18 @@ class DevicePagedCache(PagedCache):
         pages = (self._num_layers, sizes.num_pages + 1, sizes.page_size, shape.num_kv_heads, shape.head_dim)
         self._keys, self._values = (self._memory.allocate_zeros(*pages, dtype=dtype) for _ in range(2))
         self._pools = [self._keys, self._values]
+        heads_per_key = shape.num_heads // shape.num_kv_heads
+        self._queries_per_block = max(1, rows_of_tile(self._keys) // heads_per_key)
+        """Queries of a row that the attention kernel takes at once."""
+
+    def make_span_layout(self, widths: Sequence[int], num_tokens: int = 0) -> SpanLayout:
+        """Blocks of as many queries as a program takes at once.
+
+        With ``num_tokens`` it is that of a graph, filled up to so many, and of all rows, of which the last is padding.
+        """
+        num_rows = len(self.tables) if num_tokens else len(widths)
+        num_tokens = num_tokens or sum(widths)
+        return make_block_layout(widths, num_tokens, num_rows, self._queries_per_block, self.tables.device)
 
     def build_layout(self, tables: Sequence[Sequence[int]], high_water: int) -> None:
         """The kernels read the tables alone."""
@@ -197,19 +208,14 @@ def span_blocks(spans: Spans, tables: Tensor) -> SpanBlocks:
     return SpanBlocks(layout.slot_of_token, token.flatten(), table, committed, sees.sum(2).int(), paths)
 
 
-def queries_per_block(decoder: Decoder) -> int:
-    """Queries of a row that the attention kernel takes in one tile."""
-    shape, query = decoder.part, torch.empty(0, decoder.part.head_dim, dtype=decoder.dtype, device=decoder.device)
-    return max(1, rows_of_tile(query) // (shape.num_heads // shape.num_kv_heads))
-
-
 def make_block_layout(
     widths: Sequence[int], num_tokens: int, num_rows: int, num_queries: int, device: torch.device
 ) -> SpanLayout:
-    """The layout of rows whose spans have these widths, filled up to ``num_tokens`` with tokens of the row after
-    ``num_rows``, with blocks of ``num_queries``; their number follows from the other numbers alone.
+    """The layout of rows whose spans have these widths, filled up to ``num_tokens`` with tokens of the last row.
+
+    Blocks have ``num_queries``; how many there are follows from the other numbers alone.
     """
-    places = span_places([SpanGroup((row,), width) for row, width in enumerate(widths)], num_tokens, num_rows)
+    places = span_places([SpanGroup((row,), width) for row, width in enumerate(widths)], num_tokens, num_rows - 1)
     all_widths = np.array([*widths, *filter(None, [num_tokens - sum(widths)])])
     each = -(-all_widths // num_queries)
     num_blocks = num_tokens if num_queries == 1 else min(num_tokens, num_rows) + 1 + num_tokens // num_queries
@@ -220,7 +226,7 @@ def make_block_layout(
     numbers = upload(np.concatenate((places.flatten(), slot_of_token, token_of_slot)).tolist(), device)
     by_token, by_slot = numbers[: 5 * num_tokens].view(5, -1), numbers[5 * num_tokens :].view(-1, num_queries)
     longest = max(widths, default=1)
-    return SpanLayout(by_token[:4], num_rows + 1, longest, slot_of_token=by_token[4], token_of_slot=by_slot)
+    return SpanLayout(by_token[:4], num_rows, longest, slot_of_token=by_token[4], token_of_slot=by_slot)
 
 
 def chain_blocks(positions: Tensor, table: Tensor) -> Blocks:

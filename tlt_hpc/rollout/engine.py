@@ -16,12 +16,10 @@ from tlt_hpc.common.records import PREFILL, FinishReason, Request, Rollout, Samp
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.rollout.chooser import Agree, Chooser, RandomChooser
-from tlt_hpc.rollout.decoding import HostRounds
-from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
-from tlt_hpc.rollout.device_rounds import DeviceRounds
+from tlt_hpc.rollout.decoding import Rounds
+from tlt_hpc.rollout.device_cache import make_cache
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.feature_outbox import FeatureOutbox
-from tlt_hpc.rollout.ngram_drafts import NgramDrafts
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.responses import AheadQueue, Response, Texts
 from tlt_hpc.rollout.rounds import EngineCounts, RoundPlan, RoundResult
@@ -72,14 +70,9 @@ class RolloutEngine:
         if drafter is not None:
             drafter.pack_weights()
             self._learned = LearnedDrafts(drafter, decoder, self._cache, num_rows, settings.num_tokens)
-        self._ngram = NgramDrafts(any(strategy.source == "ngram" for strategy in settings.strategies))
         self._scheduler = Scheduler(self._rows, self._cache, self._noise, self._learned)
-        parts = decoder, self._scheduler, self._noise, self._guard, self._learned, self._ngram
-        self._rounds: HostRounds
-        if isinstance(self._cache, DevicePagedCache):
-            self._rounds = DeviceRounds(*parts, settings=settings)
-        else:
-            self._rounds = HostRounds(*parts)
+        self._rounds = Rounds(decoder, settings, self._scheduler, self._noise, self._guard, self._learned)
+        self._ngram = self._rounds.ngram
         self.chooser = self._make_chooser()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._finished: list[Rollout] = []
@@ -208,7 +201,7 @@ class RolloutEngine:
             "keys, values, features": self._cache.num_bytes,
             "noise and rows": self._noise.num_bytes + self._rows.num_bytes,
             "angles": angles,
-            "graphs": self._rounds.graph_bytes,
+            "graphs": self._rounds.graphs.num_bytes if self._rounds.graphs else 0,
         }
 
     # -- ahead --------------------------------------------------------------------------------------------------
@@ -283,8 +276,8 @@ class RolloutEngine:
         tokens would not do: far from what a model was trained on, its activations and the error are larger.
         """
         assert not self.has_work and not self._guard.is_calibrated and requests
-        if self.decoder.device.type == "cuda":
-            self._rounds.capture(self._make_sampling_rule(self.settings.params).truncates)
+        if self.decoder.device.type == "cuda" and self._rounds.graphs:
+            self._rounds.graphs.capture(self._make_sampling_rule(self.settings.params).truncates)
         if not self.settings.tie_guard:
             return
         uses_ngram, self._ngram.active, self._guard.active = self._ngram.active, False, False

@@ -22,7 +22,7 @@ from torch import Tensor
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.rollout.pool_memory import PoolMemory
-from tlt_hpc.rollout.spans import Spans
+from tlt_hpc.rollout.spans import SpanLayout, Spans, group_by_width, make_span_layout
 from tlt_hpc.rollout.transfer import upload
 
 MASKED_SCORE = -1e30
@@ -152,6 +152,10 @@ class PagedCache(ABC):
     @abstractmethod
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy keys and values of all layers but the drafter's from slots [m] to slots [m]."""
+
+    @abstractmethod
+    def make_span_layout(self, widths: Sequence[int]) -> SpanLayout:
+        """The layout of a pass over rows whose spans have these widths."""
 
     @abstractmethod
     def build_layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout | None:
@@ -333,6 +337,10 @@ class HostPagedCache(PagedCache):
     def build_layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout:
         """The entries (page, row that reads it) of passes over rows with these pages."""
         return make_layout(tables, high_water, self.page_size, self._pool.device)
+
+    def make_span_layout(self, widths: Sequence[int]) -> SpanLayout:
+        """Rows of about one width attend together."""
+        return make_span_layout(group_by_width(widths), self.tables.device)
 
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy the target model's keys and values from slots [m] to slots [m]."""

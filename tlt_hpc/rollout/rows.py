@@ -93,8 +93,8 @@ class LiveRows:
         is_first = which[-1] == len(which) - 1  # they ascend
         return self.index[: len(which)] if is_first else upload(which, self.index.device)
 
-    def append_tokens(self, chosen: Tensor, counts: Tensor) -> Tensor:
-        """Append the first ``counts`` [B] of ``chosen`` [B, n]; returns the columns [B, n] that were written.
+    def append_tokens(self, chosen: Tensor, counts: Tensor) -> None:
+        """Append the first ``counts`` [B] of ``chosen`` [B, n].
 
         Columns beyond a row's count are written too: nothing reads past ``lengths``, and the next round overwrites.
         """
@@ -102,7 +102,6 @@ class LiveRows:
         columns = self.lengths[:num_rows].unsqueeze(1) + torch.arange(width, device=chosen.device)
         self.tokens[self.index[:num_rows].unsqueeze(1), columns] = chosen
         self.lengths[:num_rows] += counts
-        return columns
 
     def write_log_probs(self, log_probs: Tensor, kept: Sequence[tuple[int, int, int, int]]) -> None:
         """Note log-probs [B, m] of new tokens; ``kept``: which of them, for which row, from where on, and how many.

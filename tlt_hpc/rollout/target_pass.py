@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.scheduler import PrefillChunk
 from tlt_hpc.rollout.spans import Spans, Walk, emitted_counts, walk
 from tlt_hpc.rollout.transfer import upload
+
+NUM_FIGURES = 3
+"""Numbers of a row's outcome beside its tokens: their count, drafts accepted, end or near-tie."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,29 @@ class AcceptedPath:
     """Choices that are emitted [R]."""
     ended: Tensor
     """True where the last of them is an end token [R]."""
+
+    @property
+    def path(self) -> Tensor:
+        """The path's nodes [R, m]."""
+        return self.walk.path
+
+    @property
+    def is_emitted(self) -> Tensor:
+        """The columns of the path that count, a mask [R, m]."""
+        return torch.arange(self.path.shape[1], device=self.counts.device) < self.counts.unsqueeze(1)
+
+
+class Outcome(NamedTuple):
+    """What a pass has given the rows."""
+
+    figures: Tensor
+    """[R, m + NUM_FIGURES]: choices along the longest path, how many of them count, drafts accepted, and 1 for an end
+    token, 2 for a near-tie among them, 3 for both.
+    """
+    log_probs: Tensor
+    """Of these choices [R, m]."""
+    on_path: Tensor | None = None
+    """Of trees the nodes on the path, a mask [T]."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +107,17 @@ class TargetPass:
         counts, ended = emitted_counts(chosen, found.accepted, room, rows.ends)
         return AcceptedPath(found, choices, chosen, counts, ended)
 
-    def commit(self, spans: Spans, accepted: AcceptedPath, features: Tensor) -> Tensor:
+    def commit(
+        self,
+        spans: Spans,
+        accepted: AcceptedPath,
+        features: Tensor,
+        log_probs: Tensor,
+        near_ties: Tensor | None = None,
+    ) -> Outcome:
         """Put the path's keys and values where a chain would have them; keep features and tokens.
 
-        Returns the columns [R, m] of the rows' texts at which the path's tokens stand.
+        ``near_ties``: nodes whose choice is in doubt, a mask [T].
         """
         cache, rows, on_path = self.cache, spans.layout.rows, accepted.walk.on_path
         if on_path is not None or cache.features is not None:
@@ -93,4 +127,9 @@ class TargetPass:
                 cache.copy_slots(cache.slots_of_tokens(rows, spans.places), slots)
             if cache.features is not None:
                 cache.features[slots] = features
-        return self.rows.append_tokens(accepted.chosen, accepted.counts)
+        self.rows.append_tokens(accepted.chosen, accepted.counts)
+        flags = accepted.ended.long()
+        if near_ties is not None:
+            flags += 2 * (near_ties[accepted.path] & accepted.is_emitted).any(1)
+        figures = torch.stack((accepted.counts, accepted.walk.accepted, flags), 1)
+        return Outcome(torch.cat([accepted.chosen, figures], 1), log_probs, on_path)

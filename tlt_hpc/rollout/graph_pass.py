@@ -19,14 +19,15 @@ from torch import Tensor
 
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.kernels.gumbel import GumbelChoice, gumbel_argmax
-from tlt_hpc.rollout.device_cache import make_block_layout, queries_per_block
+from tlt_hpc.rollout.device_cache import DevicePagedCache
 from tlt_hpc.rollout.drafts import LearnedDrafts, Proposal
-from tlt_hpc.rollout.noise import NoiseWindow
+from tlt_hpc.rollout.ngram_drafts import NoiseAt
+from tlt_hpc.rollout.noise import NoiseWindow, gumbel_number, noise_key
 from tlt_hpc.rollout.sampling import lowest_kept_scores, token_log_probs
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.spans import DraftTable, LayoutCache, SpanLayout, Spans, flatten_drafts, spans_of_parents
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.rollout.target_pass import TargetPass
+from tlt_hpc.rollout.target_pass import Outcome, TargetPass
 from tlt_hpc.rollout.tie_guard import score_tolerances
 from tlt_hpc.rollout.transfer import upload
 
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 _BUCKETS = (1, 2, 4, 8)
 _BUCKET_STEP = 16
 _SORTED_ROWS = 32
-NUM_FIGURES = 3
-"""Numbers of a row's outcome beside its tokens: their count, drafts accepted, end or near-tie."""
 
 
 def batch_buckets(most: int) -> list[int]:
@@ -51,38 +50,40 @@ def token_buckets(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-class GraphRound:
+class GraphPasses:
     """The graphs of an engine's strategies, captured on first use or ahead."""
 
     def __init__(
-        self, target: TargetPass, noise: NoiseWindow, learned: LearnedDrafts | None, settings: EngineSettings
+        self,
+        target: TargetPass,
+        cache: DevicePagedCache,
+        noise: NoiseWindow,
+        learned: LearnedDrafts | None,
+        settings: EngineSettings,
     ) -> None:
-        self._target, self._noise, self._learned = target, noise, learned
+        self._target, self._cache, self._noise, self._learned = target, cache, noise, learned
         self._rows, device = target.rows, target.decoder.device
         self._strategies, self._deepest = settings.strategies, settings.max_depth
         self._row_buckets = batch_buckets(self._rows.capacity)
         self._token_buckets = token_buckets(settings.max_pass_tokens(target.decoder.shape.vocab_size))
-        self.read_width = 1 + max(strategy.depth for strategy in settings.strategies)
+        self._read_width = 1 + max(strategy.depth for strategy in settings.strategies)
         """Positions that the drafter reads in its graph; whatever else it has missed must have been read before."""
-        self._queries_per_block = queries_per_block(target.decoder)
         self.tolerance = torch.zeros(1, device=device)
         """The tie guard's zone of doubt in logits; 0: off."""
         self._graphs, self._layouts = GraphPool(device), LayoutCache()
 
-    def __len__(self) -> int:
+    @property
+    def num_graphs(self) -> int:
+        """Number of graphs that have been captured."""
         return len(self._graphs)
 
     def layout_of_widths(self, widths: tuple[int, ...]) -> SpanLayout:
-        """The layout of rows whose spans have these widths, filled up to a bucket of tokens; kept for later rounds."""
-        return self._layouts.get(widths, self._make_bucket_layout)
+        """The layout of all live rows, whose spans have these widths, filled up to a bucket of tokens."""
+        return self._layouts.get(widths, self._make_layout)
 
-    def _make_bucket_layout(self, widths: tuple[int, ...]) -> SpanLayout:
-        return self.make_layout(widths, next(size for size in self._token_buckets if size >= sum(widths)))
-
-    def make_layout(self, widths: Sequence[int], num_tokens: int) -> SpanLayout:
-        """The layout of rows whose spans have these widths, filled up to so many tokens."""
-        num_rows, device = self._rows.capacity, self.tolerance.device
-        return make_block_layout(widths, num_tokens, num_rows, self._queries_per_block, device)
+    def _make_layout(self, widths: tuple[int, ...]) -> SpanLayout:
+        num_tokens = next(size for size in self._token_buckets if size >= sum(widths))
+        return self._cache.make_span_layout(widths, num_tokens)
 
     # -- graphs -------------------------------------------------------------------------------------------------
 
@@ -94,15 +95,17 @@ class GraphRound:
         for count in reversed(self._row_buckets):
             for strategy in sorted(self._strategies, key=lambda one: -one.widest_pass):
                 if strategy.has_drafter:
-                    self.draft_by_graph(torch.full((count,), self._rows.capacity, device=device), strategy)
+                    self._draft_by_graph(torch.full((count,), self._rows.capacity, device=device), strategy)
         has_trees = any(strategy.branching > 1 for strategy in self._strategies)
         for num_tokens in reversed(self._token_buckets):
-            layout = self.make_layout((), num_tokens)
+            layout = self._cache.make_span_layout((), num_tokens)
             tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
             for parents in (None, tokens)[: 1 + has_trees]:
-                self.verify_and_commit(DraftTable(tokens, [1], parents), layout, truncates)
+                self._verify_by_graph(DraftTable(tokens, [1], parents), layout, truncates)
         seconds = time.perf_counter() - start
-        logger.info("%d graphs captured in %.1f s: %d MiB of device memory", len(self), seconds, self.num_bytes >> 20)
+        logger.info(
+            "%d graphs captured in %.1f s: %d MiB of device memory", self.num_graphs, seconds, self.num_bytes >> 20
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -111,13 +114,39 @@ class GraphRound:
 
     # -- drafts -------------------------------------------------------------------------------------------------
 
-    def draft_rows(self, which: Sequence[int], strategy: Strategy) -> Proposal:
-        """The learned drafter's drafts for these rows."""
+    def draft_rows(self, which: Sequence[int], strategy: Strategy, in_flight: int) -> Proposal:
+        """The learned drafter's drafts for these rows, each of which may have got ``in_flight`` tokens that have not
+        been read.
+        """
+        self._run_drafter_on_backlog(which, in_flight)
         size, device = next(size for size in self._row_buckets if size >= len(which)), self.tolerance.device
         padded = upload([*which, *[self._rows.capacity] * (size - len(which))], device)
-        return self.draft_by_graph(padded, strategy).first_rows(len(which))
+        return self._draft_by_graph(padded, strategy).first_rows(len(which))
 
-    def draft_by_graph(self, which: Tensor, strategy: Strategy) -> Proposal:
+    def noise_reader(self, which: Sequence[int], depth: int) -> NoiseAt:
+        """Computes the noise of the next positions of these rows on the host, without a copy from the device."""
+        responses = [self._rows.responses[row] for row in which]
+        words = [noise_key(response.request.key) for response in responses]
+        first = [response.num_response_tokens for response in responses]
+        return lambda row, d, token: gumbel_number(words[row], first[row] + d, token)
+
+    def _run_drafter_on_backlog(self, which: Sequence[int], in_flight: int) -> None:
+        """Let the drafter read what its graph has no room for, of these rows.
+
+        Rows with less to read stay out: beside a new row's prompt, or a long text that was preempted, each of them
+        would repeat its last position in every pass.
+        """
+        assert self._learned is not None
+        responses = self._rows.responses
+        unread = {row: len(responses[row].text) + in_flight - 1 - responses[row].num_read for row in which}
+        late = [row for row, number in unread.items() if number > self._read_width]
+        if late:
+            index = self._rows.index_of(late)
+            self._learned.run_on_next_positions(self._rows, index, None, max(unread.values()))
+        for row in which:  # at least; what is in flight is known when it is read
+            responses[row].num_read = len(responses[row].text) - 1
+
+    def _draft_by_graph(self, which: Tensor, strategy: Strategy) -> Proposal:
         """The learned drafter's drafts for the rows ``which`` [B] of a bucket, by one graph."""
         learned = self._learned
         assert learned is not None, f"strategy {strategy.name} without a drafter"
@@ -132,7 +161,7 @@ class GraphRound:
         """Tokens [B, N], scores [B], and of trees parents and cells [B, N]."""
         learned, rows = self._learned, self._rows
         assert learned is not None
-        feature = learned.run_on_next_positions(rows, which, None, self.read_width)
+        feature = learned.run_on_next_positions(rows, which, None, self._read_width)
         first = (rows.lengths - rows.starts)[which]
         pick = learned.make_picker(self._noise.words[which], first, rows.temperatures[which], strategy.sharpness)
         found = learned.draft_chain_or_tree(rows, which, None, pick, strategy, feature)
@@ -140,35 +169,27 @@ class GraphRound:
 
     # -- the target ---------------------------------------------------------------------------------------------
 
-    def verify_and_commit(
-        self, drafts: DraftTable, layout: SpanLayout, truncates: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Verify drafts and commit what the rows accept.
+    def verify_and_commit(self, drafts: DraftTable, truncates: bool) -> Outcome:
+        """Verify drafts of all live rows and commit what these accept; ``truncates``: any row's rule is top-k or top-p.
 
-        ``truncates``: any row's rule is top-k or top-p.
-
-        Returns the outcome [R, m + NUM_FIGURES] (choices along the longest path, how many of them count, drafts
-        accepted, and 1 for an end token, 2 for a near-tie among them, 3 for both), log-probs along the path [R, m] and,
-        of trees, which tokens are on it [T]; they hold until the next graph runs.
+        The outcome holds until the next graph runs.
         """
+        return self._verify_by_graph(drafts, self.layout_of_widths(tuple(drafts.widths)), truncates)
+
+    def _verify_by_graph(self, drafts: DraftTable, layout: SpanLayout, truncates: bool) -> Outcome:
         assert layout.slot_of_token is not None and layout.token_of_slot is not None
         tokens, parents = flatten_drafts(drafts, layout)
-        inputs = [
-            layout.places,
-            layout.slot_of_token,
-            layout.token_of_slot,
-            tokens,
-            *([] if parents is None else [parents]),
-        ]
-        outcome, log_probs, *more = self._graphs.capture_once_and_replay(
+        inputs = [layout.places, layout.slot_of_token, layout.token_of_slot, tokens]
+        inputs += [] if parents is None else [parents]
+        found = self._graphs.capture_once_and_replay(
             ("verify", len(tokens), parents is not None, truncates),
-            partial(self._verify_and_commit_captured, truncates=truncates),
+            partial(self._verify_captured, truncates=truncates),
             inputs,
             (self._rows.lengths,),
         )
-        return outcome, log_probs, more[0] if more else None
+        return Outcome(*found)
 
-    def _verify_and_commit_captured(
+    def _verify_captured(
         self,
         places: Tensor,
         slot_of_token: Tensor,
@@ -177,22 +198,16 @@ class GraphRound:
         parents: Tensor | None = None,
         *,
         truncates: bool,
-    ) -> tuple[Tensor, ...]:
+    ) -> list[Tensor]:
         lengths, longest = self._rows.lengths, self._deepest + 1
         layout = SpanLayout(places, len(lengths), longest, slot_of_token=slot_of_token, token_of_slot=token_of_slot)
-        spans = spans_of_parents(tokens, parents, layout, lengths, self._deepest)
+        spans, rows = spans_of_parents(tokens, parents, layout, lengths, self._deepest), layout.rows
         features, logits = self._target.forward(spans, ())
-        choice = self._choose(spans, self._mask_truncated_tokens(layout.rows, logits) if truncates else logits)
+        choice = self._choose(spans, self._mask_truncated_tokens(rows, logits) if truncates else logits)
         accepted = self._target.accepted_path(spans, choice.token)
-        path, on_path = accepted.walk.path, accepted.walk.on_path
-        log_probs = self._log_probs(choice, layout.rows, logits, truncates)[path]
-        reached = torch.arange(path.shape[1], device=tokens.device) < accepted.counts.unsqueeze(1)
-        near = self._near_ties(choice, layout.rows)[path] & reached
-        self._target.commit(spans, accepted, features)
-        flags = accepted.ended.long() + 2 * near.any(1).long()
-        figures = torch.stack((accepted.counts, accepted.walk.accepted, flags), 1)
-        outcome = torch.cat([accepted.chosen, figures], 1)
-        return (outcome, log_probs) if on_path is None else (outcome, log_probs, on_path)
+        log_probs = self._log_probs(choice, rows, logits, truncates)[accepted.path]
+        outcome = self._target.commit(spans, accepted, features, log_probs, self._near_ties(choice, rows))
+        return [x for x in outcome if x is not None]
 
     def _mask_truncated_tokens(self, rows: Tensor, logits: Tensor) -> Tensor:
         """Logits [T, used tokens] with -inf where a row's rule does not let it choose."""
