@@ -175,7 +175,7 @@ def proposed(drafter: Drafter) -> list[tuple[list[int], list[int]]]:
 
     def spy(self, rows, *others):
         proposal = propose(self, rows, *others)
-        drafts = proposal.drafts.tokens[:, 1:].tolist()
+        drafts = proposal.tokens[:, 1:].tolist()
         seen.extend(zip([list(sequence.text) for sequence in rows.responses], drafts, strict=True))
         return proposal
 

@@ -172,6 +172,7 @@ def test_speculation_does_not_change_the_text_in_bfloat16(max_live):
     plain = texts(generate(half_engine([OFF]), REQUESTS))
     drafting = [Strategy("drafter", 4), Strategy("drafter", 4, 2, 9), Strategy("ngram", 3), OFF]
     engine = half_engine(drafting, max_live=max_live, page_size=16, prefill_tokens=5)
+    engine._rounds.graphs.capture(truncates=False)  # a round in which a graph is captured is not counted
     assert texts(generate(engine, list(reversed(REQUESTS)))) == plain
     counts = engine.take_counts()
     assert counts.num_guarded == 0 and all(counts.strategies[one.name][0] for one in drafting)
