@@ -293,6 +293,7 @@ def test_stored_texts_are_drafted_from_as_long_as_they_are_accepted():
     arms, rows = (OFF,), dict.fromkeys(range(4), StoredRow(8, is_sure=True))
     chooser = make(arms, epsilon=0.0)
     for _ in range(3):
+        assert chooser.choose_with_stored(4, arms, rows.values(), 1000) == (OFF, 0), "plain costs come first"
         chooser.observe(OFF, 4, 4, 0.01, [0] * 4)
     for accepted, following in ((0, 0), (8, 8)):
         assert chooser.choose_with_stored(4, arms, rows.values(), 1000)[1] != following

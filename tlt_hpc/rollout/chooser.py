@@ -91,6 +91,8 @@ class Chooser:
         self._off = self._index[OFF]
         self._usable: Sequence[int] = range(len(self.strategies))
         self._num_rounds = [0] * len(self.strategies)
+        self._has_choice = len(self.strategies) > 1
+        """False as long as there is nothing to learn from rounds."""
         self._random, self._trial_chance, self._agree = random.Random(seed), TRIAL_CHANCE, agree
         self._costs = RoundCosts(self.strategies)
         self._budget, self._open_budget = TrialBudget(TRIAL_SHARE), TrialBudget(_OPEN_SHARE)
@@ -116,6 +118,7 @@ class Chooser:
         ``max_tokens``: of the pass, if stored texts are used.
         """
         assert num_live > 0
+        self._has_choice |= len(stored) > 0
         self._usable = [self._index[strategy] for strategy in usable]
         found = self._pick_stored(num_live, stored, max_tokens) if stored else None
         index, depth = found or (self._pick(num_live), 0)
@@ -130,14 +133,17 @@ class Chooser:
         num_tokens: int,
         seconds: float,
         accepted: Sequence[int],
+        is_typical: bool = True,
     ) -> None:
         """Learn from a round, one or more rounds after it was chosen if need be.
 
         ``num_tokens`` were emitted over all its sequences; ``accepted`` are the accepted drafts of each sequence before
-        its end cut any off.
+        its end cut any off. ``is_typical``: it took about as long as others of its strategy will.
         """
+        if not self._has_choice:
+            return
         index, seconds, lost, lost_open = self.index_of(strategy), max(seconds, 1e-9), 0.0, 0.0
-        self._num_rounds[index] += 1
+        self._num_rounds[index] += is_typical
         outlook = self._last_outlook
         if outlook is None or outlook.num_live != num_live:
             outlook = self._make_outlook(num_live)
@@ -146,7 +152,8 @@ class Chooser:
             lost, lost_open = (0.0, loss) if index in outlook.open_indices else (loss, 0.0)
         self._budget.add(seconds, lost)
         self._open_budget.add(seconds, lost_open)
-        self._costs.add_measurement(index, num_live, seconds)
+        if is_typical:
+            self._costs.add_measurement(index, num_live, seconds)
         self.acceptance.add(strategy, num_live, accepted)
 
     def observe_with_stored(
@@ -156,17 +163,22 @@ class Chooser:
         accepted: Sequence[int],
         stored: Mapping[int, StoredRow],
         depth: int,
+        is_typical: bool = True,
     ) -> None:
         """``observe`` for a round in which the sequences ``stored`` had at most ``depth`` drafts from stored texts."""
         others = [count for row, count in enumerate(accepted) if row not in stored]
         for row, text in stored.items():
             self._stored.add(text, depth, accepted[row])
-        self._budget.add(seconds, 0.0)
-        self._open_budget.add(seconds, 0.0)
-        num_tokens = sum(1 + min(text.num_drafts, depth) for text in stored.values())
-        self._costs.add_measurement_with_stored(
-            self.index_of(strategy), len(others), len(stored), num_tokens, max(seconds, 1e-9)
-        )
+        index, lost, is_open = self.index_of(strategy), 0.0, False
+        if others and self._costs.is_known(index):
+            outlook = self._make_outlook(len(others))
+            lost, is_open = outlook.expected_loss(index), index in outlook.open_indices
+        self._budget.add(seconds, 0.0 if is_open else lost)
+        self._open_budget.add(seconds, lost if is_open else 0.0)
+        if is_typical:
+            self._num_rounds[index] += 1
+            num_tokens = sum(1 + min(text.num_drafts, depth) for text in stored.values())
+            self._costs.add_measurement_with_stored(index, len(others), len(stored), num_tokens, max(seconds, 1e-9))
         self.acceptance.add(strategy, len(others), others)
 
     def _make_outlook(self, num_live: int) -> _Outlook:
@@ -187,9 +199,11 @@ class Chooser:
     def _pick(self, num_live: int) -> int:
         """The best usual strategy, or a trial of another one."""
         draw, place = self._random.random(), self._random.random()  # needed or not: choosers of one seed stay in step
+        if len(self._usable) == 1:
+            return self._usable[0]
         outlook = self._make_outlook(num_live)
         best, open_ones = outlook.best_index, outlook.open_indices
-        if len(outlook.usable) == 1 or not self._costs.plain_cost_is_known:
+        if not self._costs.plain_cost_is_known:
             return best
         # once each, a first trial needs no budget: a short rollout could never save up for it
         if first := self._contenders(outlook, [one for one in open_ones if not self._costs.is_known(one)]):
@@ -207,15 +221,19 @@ class Chooser:
         """
         if not self._costs.plain_cost_is_known:
             return None
-        alike, num_rest = self._make_outlook(num_live), num_live - len(stored)
-        lengths = self.acceptance.accept_lengths(max(1, num_rest))[0]
-        known = [index for index in self._usable if self._costs.is_known(index)] if num_rest else []
-        best, best_rate = None, alike.rates[alike.best_index]
+        alike, num_rest, indices = self._make_outlook(num_live), num_live - len(stored), [self._off]
+        lengths, best_rate = self.acceptance.accept_lengths(max(1, num_rest))[0], alike.rates[alike.best_index]
+        if num_rest:
+            trial = self._pick(num_rest)
+            indices = [index for index in self._usable if self._costs.is_known(index)]
+            if trial != self._make_outlook(num_rest).best_index:
+                indices, best_rate = [trial], 0.0
+        best = None
         for depth in STORED_DEPTHS:
             num_tokens = sum(1 + min(text.num_drafts, depth) for text in stored)
             gained = sum(self._stored.accept_length(text, depth) for text in stored)
             seconds = self._costs.expected_seconds_with_stored(num_rest, len(stored), num_tokens)
-            for index in known or [self._off]:
+            for index in indices:
                 rate = (gained + num_rest * lengths[index]) / seconds[index]
                 fits = num_tokens + num_rest * self.strategies[index].widest_pass <= max_tokens
                 if fits and rate > best_rate:

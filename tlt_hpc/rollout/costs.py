@@ -142,6 +142,7 @@ class RoundCosts:
         self._tables.clear()
         self._num_rounds += 1
         self._update_kalman_filter(self._cost_terms(num_rest, num_stored, num_tokens)[index], seconds, expected)
+        self._corrections[index].setdefault(batch_bucket(num_rest + num_stored), _Correction())
 
     def add_measurement(self, index: int, num_live: int, seconds: float) -> None:
         """A measured round."""

@@ -101,6 +101,7 @@ class Rounds:
         truncates = any(response.rule.truncates for response in rows.responses)
         since = self._in_flight[-1].watch if plan.is_next and self._in_flight else None
         num_captured, num_guarded = self.num_graphs, self._guard.num_guarded
+        num_backlogs = self._learned.num_backlogs if self._learned else 0
         watch = _Stopwatch(self._device)
         drafts, proposal, which = self._draft(plan)
         watch.mark()
@@ -119,8 +120,8 @@ class Rounds:
             self._learned.count_accepted_nodes(proposal, outcome.on_path[first.unsqueeze(1) + nodes])
         live = slice(rows.num_live)
         host_copies = (
-            PendingHostCopy(outcome.figures[live]),
-            PendingHostCopy(outcome.log_probs[live]),
+            PendingHostCopy(outcome.figures[live], is_own=graphs is None),
+            PendingHostCopy(outcome.log_probs[live], is_own=graphs is None),
             None if proposal is None else PendingHostCopy(proposal.scores),
         )
         watch.mark()
@@ -135,6 +136,7 @@ class Rounds:
                 since=since,
                 num_guarded=num_guarded,
                 has_captured=self.num_graphs > num_captured,
+                has_backlog=self._learned is not None and self._learned.num_backlogs > num_backlogs,
             )
         )
 
@@ -191,6 +193,7 @@ class Rounds:
             num_guarded=self._guard.num_guarded - started.num_guarded,
             is_sound=is_sound,
             is_measurement=is_sound and not started.has_captured,
+            is_typical=not started.has_backlog,
             overlapped=started.since is not None,
         )
 
@@ -249,6 +252,7 @@ class _Round:
     num_guarded: int
     """Near-ties that had been decided before it."""
     has_captured: bool
+    has_backlog: bool
 
     @property
     def seconds(self) -> float:

@@ -31,6 +31,8 @@ _CATCH_UP_TOKENS = 4096
 """Positions of all rows in one catch-up pass, as many as a prefill reads."""
 _LATE = 2 * MAX_DEPTH
 """Unread positions from which on a few rows are read without the others: more than rounds leave between two drafts."""
+_BACKLOG = 8
+"""Unread positions of a row, on average, from which on reading them takes long beside drafting."""
 _EDGES = (0.05, 0.15, 0.3, 0.6, 1.0, 1.5, 2.2, 3.0, 4.0, 6.0)
 _FIRST_GUESS = (0.75, 0.12, 0.05)
 """Chance of the first, second and any further candidate, before anything is counted."""
@@ -108,6 +110,8 @@ class LearnedDrafts:
         self.known = torch.zeros(num_rows, dtype=torch.int64, device=decoder.device)
         """Positions of each row whose true features the drafter has seen."""
         self.chances = ChanceTable(MAX_BRANCHES, decoder.device)
+        self.num_backlogs = 0
+        """Rounds before which it had to read much that it was not asked for."""
         self._vocabulary = drafter.served_ids
         self._head: Linear | None = None
         """Rows of the target's head, where drafts are among some of its tokens."""
@@ -173,6 +177,7 @@ class LearnedDrafts:
         """
         responses, device = [rows.responses[row] for row in which], rows.lengths.device
         unread = [len(response.text) - 1 - response.num_read for response in responses]
+        self.note_backlog(unread)
         late = [row for row, number in zip(which, unread, strict=True) if number > _LATE]
         if 0 < len(late) <= len(which) // 2:  # the others would repeat their last position in every pass
             tables = [rows.responses[row].pages for row in late]
@@ -184,6 +189,10 @@ class LearnedDrafts:
             response.num_read = len(response.text) - 1
         return feature
 
+    def note_backlog(self, unread: Sequence[int]) -> None:
+        """Count a round in which so many positions of the rows are unread, if they are many."""
+        self.num_backlogs += sum(unread) > _BACKLOG * len(unread)
+
     def run_on_next_positions(self, rows: LiveRows, which: Tensor, layout: Layout | None, width: int) -> Tensor:
         """Run on the next positions, at most ``width``, of the rows ``which`` [B].
 
@@ -192,7 +201,7 @@ class LearnedDrafts:
         lengths, known = rows.lengths[which], self.known[which]
         last = lengths - 2
         start = torch.minimum(known, last.clamp(min=0))
-        count, index = len(lengths), rows.index[: len(lengths)]
+        count, index = len(lengths), torch.arange(len(lengths), device=lengths.device)
         assert self._cache.features is not None
         feature = self._cache.features[:count, -self.drafter.shape.hidden_size :]
         most = max(1, min(_CATCH_UP_WIDTH, _CATCH_UP_TOKENS // count))

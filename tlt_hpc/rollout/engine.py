@@ -64,7 +64,7 @@ class RolloutEngine:
         self._cache = make_cache(decoder.part, sizes, decoder.dtype, decoder.device, settings.attention)
         num_rows = settings.max_live + 1
         self._noise = NoiseWindow(num_rows, settings.num_tokens, settings.max_depth + 1, decoder.device)
-        self._max_tokens = settings.max_pass_tokens(decoder.shape.vocab_size)
+        self._max_stored_tokens = settings.max_stored_tokens(decoder.shape.vocab_size)
         self._guard = TieGuard(decoder, settings.tie_guard, settings.attention)
         self._learned: LearnedDrafts | None = None
         if drafter is not None:
@@ -377,7 +377,7 @@ class RolloutEngine:
             and (has_room_for_all or strategy == OFF or scheduler.has_room(strategy.num_slots, in_flight))
         ]
         usable_stored = stored.values() if has_room_for_all else ()
-        return self.chooser.choose_with_stored(num_live, usable or [OFF], usable_stored, self._max_tokens)
+        return self.chooser.choose_with_stored(num_live, usable or [OFF], usable_stored, self._max_stored_tokens)
 
     def _finish_launched_rounds(self, num_left: int = 0) -> None:
         """Read the launched rounds until ``num_left`` are left."""
@@ -407,9 +407,10 @@ class RolloutEngine:
             plan, num_live = result.plan, len(result.responses)
             if plan.stored:
                 given = plan.strategy, seconds, result.accepted, plan.stored, plan.stored_depth
-                self.chooser.observe_with_stored(*given)
+                self.chooser.observe_with_stored(*given, result.is_typical)
             else:
-                self.chooser.observe(plan.strategy, num_live, num_tokens, seconds, result.accepted)
+                of_round = plan.strategy, num_live, num_tokens, seconds, result.accepted
+                self.chooser.observe(*of_round, result.is_typical)
         self._retire(result)
 
     def _retire(self, result: RoundResult) -> None:

@@ -3,7 +3,7 @@
 A graph of the drafter belongs to a number of rows and a strategy; one of the target, with sampling, walk and
 commitment, to a number of tokens, whichever rows have them. Nothing here is read back, no shape depends on data.
 Knows neither sequences nor what the host makes of the outcome.
-Shapes: ``B`` rows of a bucket, ``R`` all rows, ``T`` tokens of a pass, ``m`` columns of the longest path, ``V``
+Shapes: ``B`` rows of a graph, ``R`` all rows, ``T`` tokens of a pass, ``m`` columns of the longest path, ``V``
 vocabulary.
 """
 
@@ -33,21 +33,22 @@ from tlt_hpc.rollout.transfer import upload
 
 logger = logging.getLogger(__name__)
 
-_BUCKETS = (1, 2, 4, 8)
-_BUCKET_STEP = 16
+_SMALL_SIZES = (1, 4, 16, 32, 64)
+"""Fewer rows or tokens than the last of these take about as long as it: a pass reads all weights."""
 _SORTED_ROWS = 32
 
 
-def batch_buckets(most: int) -> list[int]:
-    """Batch sizes that graphs are made for: powers of two, from 16 on multiples of it, and ``most`` itself."""
-    sizes = [size for size in (*_BUCKETS, *range(_BUCKET_STEP, most, _BUCKET_STEP)) if size < most]
-    return [*sizes, most]
+def graph_size(count: int) -> int:
+    """The number of rows or tokens of the graph that serves so many: above 128 at most a quarter more."""
+    if count <= _SMALL_SIZES[-1]:
+        return next(size for size in _SMALL_SIZES if size >= count)
+    step = max(32, 1 << ((count - 1).bit_length() - 3))
+    return -(-count // step) * step
 
 
-def token_buckets(most: int) -> list[int]:
-    """Numbers of tokens of a pass that graphs are made for: from 64 on in steps of at most a quarter."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *(size << i for i in range(4, most.bit_length()) for size in (4, 5, 6, 7))]
-    return [*(size for size in sizes if size < most), most]
+def _sizes_up_to(most: int) -> list[int]:
+    """Sizes of graphs that serve up to ``most``, the largest first."""
+    return sorted({graph_size(count) for count in range(1, most + 1)}, reverse=True)
 
 
 class GraphPasses:
@@ -64,8 +65,8 @@ class GraphPasses:
         self._target, self._cache, self._noise, self._learned = target, cache, noise, learned
         self._rows, device = target.rows, target.decoder.device
         self._strategies, self._deepest = settings.strategies, settings.max_depth
-        self._row_buckets = batch_buckets(self._rows.capacity)
-        self._token_buckets = token_buckets(settings.max_pass_tokens(target.decoder.shape.vocab_size))
+        vocab_size = target.decoder.shape.vocab_size
+        self._most_tokens = {is_tree: settings.max_pass_tokens(vocab_size, is_tree) for is_tree in (False, True)}
         self._read_width = 1 + max(strategy.depth for strategy in settings.strategies)
         """Positions that the drafter reads in its graph; whatever else it has missed must have been read before."""
         self.tolerance = torch.zeros(1, device=device)
@@ -78,12 +79,11 @@ class GraphPasses:
         return len(self._graphs)
 
     def layout_of_widths(self, widths: tuple[int, ...]) -> SpanLayout:
-        """The layout of all live rows, whose spans have these widths, filled up to a bucket of tokens."""
+        """The layout of all live rows, whose spans have these widths, filled up to a graph's size."""
         return self._layouts.get(widths, self._make_layout)
 
     def _make_layout(self, widths: tuple[int, ...]) -> SpanLayout:
-        num_tokens = next(size for size in self._token_buckets if size >= sum(widths))
-        return self._cache.make_span_layout(widths, num_tokens)
+        return self._cache.make_span_layout(widths, graph_size(sum(widths)))
 
     # -- graphs -------------------------------------------------------------------------------------------------
 
@@ -92,16 +92,18 @@ class GraphPasses:
         """Capture all graphs now, the largest first, instead of each on its first use."""
         assert not self._rows.num_live, "a row would get what the capture runs through"
         start, device = time.perf_counter(), self.tolerance.device
-        for count in reversed(self._row_buckets):
+        for count in _sizes_up_to(self._rows.capacity):
             for strategy in sorted(self._strategies, key=lambda one: -one.widest_pass):
                 if strategy.has_drafter:
                     self._draft_by_graph(torch.full((count,), self._rows.capacity, device=device), strategy)
-        has_trees = any(strategy.branching > 1 for strategy in self._strategies)
-        for num_tokens in reversed(self._token_buckets):
-            layout = self._cache.make_span_layout((), num_tokens)
-            tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
-            for parents in (None, tokens)[: 1 + has_trees]:
-                self._verify_by_graph(DraftTable(tokens, [1], parents), layout, truncates)
+        tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        for is_tree, most in self._most_tokens.items():
+            for count in _sizes_up_to(most):
+                layout, drafts = (
+                    self._cache.make_span_layout((), count),
+                    DraftTable(tokens, [1], tokens if is_tree else None),
+                )
+                self._verify_by_graph(drafts, layout, truncates)
         seconds = time.perf_counter() - start
         logger.info(
             "%d graphs captured in %.1f s: %d MiB of device memory", self.num_graphs, seconds, self.num_bytes >> 20
@@ -119,8 +121,8 @@ class GraphPasses:
         been read.
         """
         self._run_drafter_on_backlog(which, in_flight)
-        size, device = next(size for size in self._row_buckets if size >= len(which)), self.tolerance.device
-        padded = upload([*which, *[self._rows.capacity] * (size - len(which))], device)
+        missing = graph_size(len(which)) - len(which)
+        padded = upload([*which, *[self._rows.capacity] * missing], self.tolerance.device)
         return self._draft_by_graph(padded, strategy).first_rows(len(which))
 
     def noise_reader(self, which: Sequence[int], depth: int) -> NoiseAt:
@@ -139,6 +141,7 @@ class GraphPasses:
         assert self._learned is not None
         responses = self._rows.responses
         unread = {row: len(responses[row].text) + in_flight - 1 - responses[row].num_read for row in which}
+        self._learned.note_backlog([*unread.values()])
         late = [row for row, number in unread.items() if number > self._read_width]
         if late:
             index = self._rows.index_of(late)
@@ -147,7 +150,7 @@ class GraphPasses:
             responses[row].num_read = len(responses[row].text) - 1
 
     def _draft_by_graph(self, which: Tensor, strategy: Strategy) -> Proposal:
-        """The learned drafter's drafts for the rows ``which`` [B] of a bucket, by one graph."""
+        """The learned drafter's drafts for the rows ``which`` [B], by one graph."""
         learned = self._learned
         assert learned is not None, f"strategy {strategy.name} without a drafter"
         key = "draft", len(which), strategy

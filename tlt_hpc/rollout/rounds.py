@@ -83,6 +83,8 @@ class RoundResult:
     """False if the drafter took part and gave no numbers."""
     is_measurement: bool = True
     """True if seconds and tokens are typical of the strategy: the drafter is sound, and no graph was captured."""
+    is_typical: bool = True
+    """True if the drafter had no backlog to read, so that the strategy will take as long again."""
     overlapped: bool = False
     """True if the host works on the round while the device computes the next one."""
 

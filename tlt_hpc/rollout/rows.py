@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,17 +103,10 @@ class LiveRows:
         self.lengths[:num_rows] += counts
 
     def write_log_probs(self, log_probs: Tensor, kept: Sequence[tuple[int, int, int, int]]) -> None:
-        """Note log-probs [B, m] of new tokens; ``kept``: which of them, for which row, from where on, and how many.
-
-        All at once: an assignment for each of many rows would take longer than the rest of the host's work.
-        """
-        if not kept:
-            return
-        which, row, start, count = np.array(kept).T
-        columns = np.arange(log_probs.shape[1])
-        counted = columns < count[:, None]
-        places = (row * self.num_positions + start)[:, None] + columns
-        self.log_probs.numpy().reshape(-1)[places[counted]] = log_probs.numpy()[which][counted]
+        """Note log-probs [B, m] of new tokens; ``kept``: which of them, for which row, from where on, and how many."""
+        held, new = self.log_probs.numpy(), log_probs.numpy()
+        for which, row, start, count in kept:
+            held[row, start : start + count] = new[which, :count]
 
     def response_log_probs(self, row: int) -> Tensor:
         """Log-probs [R] of a row's response."""

@@ -17,7 +17,7 @@ Detokenizer = Callable[[list[int]], str]
 
 
 _STORED_LOGITS = 2**26
-"""Logits of a pass in which texts are drafted from that were generated ahead: its spans are long."""
+"""Logits of a pass in which texts are drafted from that were generated ahead."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,16 @@ class EngineSettings:
         """Most positions from a row's last token on that a round may write."""
         return max(1 + self.stored_depth, *(strategy.num_slots for strategy in self.strategies))
 
-    def max_pass_tokens(self, vocab_size: int) -> int:
-        """Most tokens of a round's pass; with stored texts their logits are bounded."""
-        usual = max(strategy.widest_pass for strategy in self.strategies)
-        stored = min((1 + self.stored_depth) * self.max_live, _STORED_LOGITS // vocab_size)
-        return max(self.max_live * usual, stored)
+    def max_pass_tokens(self, vocab_size: int, is_tree: bool) -> int:
+        """Most tokens of a round's pass over chains, or one with trees; 0: there is none."""
+        widths = [one.widest_pass for one in self.strategies if (one.branching > 1) == is_tree]
+        if is_tree and not widths:
+            return 0
+        return max(self.max_live * max(widths, default=1), self.max_stored_tokens(vocab_size))
+
+    def max_stored_tokens(self, vocab_size: int) -> int:
+        """Most tokens of a pass with stored texts: their spans are long, so their logits are bounded."""
+        return min((1 + self.stored_depth) * self.max_live, _STORED_LOGITS // vocab_size) if self.stored_texts else 0
 
 
 def check_request(request: Request, params: SamplingParams, settings: EngineSettings, num_ids: int) -> None:

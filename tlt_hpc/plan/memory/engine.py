@@ -92,7 +92,7 @@ class PlannedEngine:
         """Bytes that the widest pass and the choice of its tokens take temporarily."""
         rollout, shape = self.situation.config.rollout, self.part
         vocab_size, item = shape.vocab_size, self.situation.decoding_bytes_per_number
-        rows = self.settings.max_pass_tokens(vocab_size)
+        rows = max(self.settings.max_pass_tokens(vocab_size, is_tree) for is_tree in (False, True))
         tokens = max(rows, min(rollout.prefill_tokens, rollout.max_live * self.settings.max_prompt_tokens))
         h, q = shape.hidden_size, shape.num_heads * shape.head_dim
         qkv = q + 2 * shape.num_kv_heads * shape.head_dim
@@ -111,7 +111,8 @@ class PlannedEngine:
 
     def _attention_partials_bytes(self) -> int:
         """What attention on a GPU keeps of spans of sequences until they are joined, in a pass over drafts."""
-        queries = self.settings.max_pass_tokens(self.part.vocab_size) * self.part.num_heads
+        tokens = max(self.settings.max_pass_tokens(self.part.vocab_size, is_tree) for is_tree in (False, True))
+        queries = tokens * self.part.num_heads
         return min(PARTIAL_BYTES, 4 * queries * self.part.head_dim * -(-self.situation.max_sequence_tokens // SPAN))
 
     def _page_gather_bytes(self) -> int:
