@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_hpc.rollout.device_cache import make_block_layout
+from tlt_hpc.rollout.graph_pass import graph_size, graph_sizes
 from tlt_hpc.rollout.spans import (
     DraftTable,
     emitted_counts,
@@ -139,3 +140,11 @@ def test_what_a_row_emits(chosen, accepted, room, ends, count, ended):
         torch.tensor([chosen]), torch.tensor([accepted]), torch.tensor([room]), torch.tensor(ends)
     )
     assert (counts.item(), over.item()) == (count, ended)
+
+
+@given(st.integers(1, 3000), st.data())
+def test_a_graph_is_hardly_larger_than_what_it_serves(most, data):
+    count = data.draw(st.integers(1, most))
+    size = graph_size(count, most)
+    assert count <= size <= max(64, count + 31, 5 * count // 4) and size <= most
+    assert size in graph_sizes(most, most) and len(graph_sizes(most, most)) < 30

@@ -38,17 +38,17 @@ _SMALL_SIZES = (1, 4, 16, 32, 64)
 _SORTED_ROWS = 32
 
 
-def graph_size(count: int) -> int:
-    """The number of rows or tokens of the graph that serves so many: above 128 at most a quarter more."""
+def graph_size(count: int, most: int) -> int:
+    """The rows or tokens of the graph that serves so many: above 128 at most a quarter more, never above ``most``."""
     if count <= _SMALL_SIZES[-1]:
-        return next(size for size in _SMALL_SIZES if size >= count)
+        return min(most, next(size for size in _SMALL_SIZES if size >= count))
     step = max(32, 1 << ((count - 1).bit_length() - 3))
-    return -(-count // step) * step
+    return min(most, -(-count // step) * step)
 
 
-def _sizes_up_to(most: int) -> list[int]:
-    """Sizes of graphs that serve up to ``most``, the largest first."""
-    return sorted({graph_size(count) for count in range(1, most + 1)}, reverse=True)
+def graph_sizes(largest: int, most: int) -> list[int]:
+    """Sizes of the graphs that serve up to ``largest``, from it down."""
+    return sorted({graph_size(count, most) for count in range(1, largest + 1)}, reverse=True)
 
 
 class GraphPasses:
@@ -83,7 +83,7 @@ class GraphPasses:
         return self._layouts.get(widths, self._make_layout)
 
     def _make_layout(self, widths: tuple[int, ...]) -> SpanLayout:
-        return self._cache.make_span_layout(widths, graph_size(sum(widths)))
+        return self._cache.make_span_layout(widths, graph_size(sum(widths), max(self._most_tokens.values())))
 
     # -- graphs -------------------------------------------------------------------------------------------------
 
@@ -92,18 +92,15 @@ class GraphPasses:
         """Capture all graphs now, the largest first, instead of each on its first use."""
         assert not self._rows.num_live, "a row would get what the capture runs through"
         start, device = time.perf_counter(), self.tolerance.device
-        for count in _sizes_up_to(self._rows.capacity):
+        for count in graph_sizes(self._rows.capacity, self._rows.capacity):
             for strategy in sorted(self._strategies, key=lambda one: -one.widest_pass):
                 if strategy.has_drafter:
                     self._draft_by_graph(torch.full((count,), self._rows.capacity, device=device), strategy)
         tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
         for is_tree, most in self._most_tokens.items():
-            for count in _sizes_up_to(most):
-                layout, drafts = (
-                    self._cache.make_span_layout((), count),
-                    DraftTable(tokens, [1], tokens if is_tree else None),
-                )
-                self._verify_by_graph(drafts, layout, truncates)
+            for count in graph_sizes(most, max(self._most_tokens.values())):
+                drafts = DraftTable(tokens, [1], tokens if is_tree else None)
+                self._verify_by_graph(drafts, self._cache.make_span_layout((), count), truncates)
         seconds = time.perf_counter() - start
         logger.info(
             "%d graphs captured in %.1f s: %d MiB of device memory", self.num_graphs, seconds, self.num_bytes >> 20
@@ -121,7 +118,7 @@ class GraphPasses:
         been read.
         """
         self._run_drafter_on_backlog(which, in_flight)
-        missing = graph_size(len(which)) - len(which)
+        missing = graph_size(len(which), self._rows.capacity) - len(which)
         padded = upload([*which, *[self._rows.capacity] * missing], self.tolerance.device)
         return self._draft_by_graph(padded, strategy).first_rows(len(which))
 
