@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import tree_relations
 
 from tlt_hpc.rollout.device_cache import make_block_layout
 from tlt_hpc.rollout.graph_pass import graph_size, graph_sizes
@@ -57,7 +58,8 @@ def random_drafts(source, num_rows, most):
     which = [row for row, tree in enumerate(is_tree) if tree]
     if which:
         tokens, parents = (torch.tensor([rows[row][i] for row in which]) for i in range(2))
-        table = replace_rows(table, which, DraftTable(tokens, [width] * len(which), parents, width - 1))
+        depth = max(int(tree_relations(rows[row][1])[0].max()) for row in which)
+        table = replace_rows(table, which, DraftTable(tokens, [width] * len(which), parents, depth))
     return rows, table
 
 
