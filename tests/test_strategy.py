@@ -281,7 +281,7 @@ def test_stored_texts_and_the_strategy_of_the_others_are_chosen_together(row, st
     chooser = make(arms, epsilon=0.0)
     costs = chooser._costs
     costs._coefficients, costs._num_off_rounds = np.array([5e-3, 0, 5e-5, step, 2e-5]), 3
-    costs._corrections = [{3: _Correction()} for _ in arms]
+    costs._corrections, costs._have_run = [{3: _Correction()} for _ in arms], {0, 1}
     for _ in range(200):
         chooser.acceptance.add(arms[1], 8, [4] * 7 + [2])
     assert chooser.acceptance.accept_lengths(8)[0][1] == pytest.approx(4.7, abs=0.1)

@@ -184,7 +184,7 @@ class Chooser:
     def _make_outlook(self, num_live: int) -> _Outlook:
         seconds, deviations = self._costs.expected_seconds(num_live), self._costs.relative_deviations(num_live)
         lengths, length_deviations = self.acceptance.accept_lengths(num_live)
-        rates = [num_live * length / cost for length, cost in zip(lengths, seconds, strict=False)]
+        rates = [num_live * length / cost for length, cost in zip(lengths, seconds, strict=True)]
         has_run = [index for index in self._usable if self._costs.is_known(index)]
         best = max(has_run or self._usable[:1], key=rates.__getitem__)
         wanted, open_ones = rates[best] / num_live, list[int]()

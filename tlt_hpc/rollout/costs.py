@@ -75,7 +75,7 @@ class RoundCosts:
         self._corrections: list[dict[int, _Correction]] = [{} for _ in strategies]
         self._tables: dict[int, list[float]] = {}
         self._deviations: dict[int, tuple[int, list[float]]] = {}
-        self._doubted: set[int] = set()
+        self._have_run, self._doubted = set[int](), set[int]()
         self._num_rounds = self._num_off_rounds = 0
 
     @property
@@ -99,7 +99,7 @@ class RoundCosts:
 
     def is_known(self, index: int) -> bool:
         """True if the strategy ran in any round, or in two if the first took much longer than expected."""
-        return bool(self._corrections[index]) and index not in self._doubted
+        return index in self._have_run and index not in self._doubted
 
     def relative_deviations(self, num_live: int) -> list[float]:
         """Standard deviations of ``expected_seconds``, as shares of them; computed again every few rounds.
@@ -142,7 +142,7 @@ class RoundCosts:
         self._tables.clear()
         self._num_rounds += 1
         self._update_kalman_filter(self._cost_terms(num_rest, num_stored, num_tokens)[index], seconds, expected)
-        self._corrections[index].setdefault(batch_bucket(num_rest + num_stored), _Correction())
+        self._have_run.add(index)
 
     def add_measurement(self, index: int, num_live: int, seconds: float) -> None:
         """A measured round."""
@@ -152,7 +152,8 @@ class RoundCosts:
         expected = self.expected_seconds(num_live)[index]
         is_first = index in self._doubted or not self.is_measured(index, num_live)
         factor = _FIRST_FACTOR if is_first else _FACTOR
-        was_run = bool(self._corrections[index])
+        was_run = index in self._have_run
+        self._have_run.add(index)
         self._doubted -= {index}
         if not was_run and self.plain_cost_is_known and seconds > _FACTOR * expected:
             self._doubted.add(index)

@@ -178,7 +178,7 @@ class Rounds:
         is_sound = self._rest_drafter_if_nan(scores)
         start = time.perf_counter()
         if started.before is not None and bool((figures[:, -1] >= 2).any()):
-            figures, log_probs, _ = self._redo_round_with_guard(started)
+            figures, log_probs = (x.cpu() for x in self._redo_round_with_guard(started)[:2])
         given = self._append_outcome(started.responses, figures.tolist(), log_probs)
         for later in self._in_flight:
             if later.plan.strategy.has_drafter:  # it began where this one ended; none of these has a stored text

@@ -58,13 +58,13 @@ class DevicePagedCache(PagedCache):
         """Queries of a row that the attention kernel takes at once."""
 
     def make_span_layout(self, widths: Sequence[int], num_tokens: int = 0) -> SpanLayout:
-        """Blocks of as many queries as a program takes at once.
+        """Blocks of as many queries as a program takes at once, or of one if nothing is drafted.
 
         With ``num_tokens`` it is that of a graph, filled up to so many, and of all rows, of which the last is padding.
         """
         num_rows = len(self.tables) if num_tokens else len(widths)
-        num_tokens = num_tokens or sum(widths)
-        return make_block_layout(widths, num_tokens, num_rows, self._queries_per_block, self.tables.device)
+        num_queries = 1 if max(widths) == 1 else self._queries_per_block
+        return make_block_layout(widths, num_tokens or sum(widths), num_rows, num_queries, self.tables.device)
 
     def build_layout(self, tables: Sequence[Sequence[int]], high_water: int) -> None:
         """The kernels read the tables alone."""
@@ -223,7 +223,7 @@ def make_block_layout(
     slot_of_token = starts + np.arange(num_tokens) - np.repeat(np.cumsum(all_widths) - all_widths, all_widths)
     token_of_slot = np.full(num_blocks * num_queries, -1)
     token_of_slot[slot_of_token] = np.arange(num_tokens)
-    numbers = upload(np.concatenate((places.flatten(), slot_of_token, token_of_slot)).tolist(), device)
+    numbers = upload(np.concatenate((places.flatten(), slot_of_token, token_of_slot)), device)
     by_token, by_slot = numbers[: 5 * num_tokens].view(5, -1), numbers[5 * num_tokens :].view(-1, num_queries)
     longest = max(widths, default=1)
     return SpanLayout(by_token[:4], num_rows, longest, slot_of_token=by_token[4], token_of_slot=by_slot)

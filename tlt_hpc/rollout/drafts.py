@@ -7,7 +7,7 @@ Shapes: ``B`` rows, ``F`` nodes that grow, ``K`` branching, ``D`` depth, ``H`` h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,7 @@ _CATCH_UP_TOKENS = 4096
 _LATE = 2 * MAX_DEPTH
 """Unread positions from which on a few rows are read without the others: more than rounds leave between two drafts."""
 _BACKLOG = 8
-"""Unread positions of a row, on average, from which on reading them takes long beside drafting."""
+"""Positions that a row has unread beyond the usual ones, on average, from which on reading them takes long."""
 _EDGES = (0.05, 0.15, 0.3, 0.6, 1.0, 1.5, 2.2, 3.0, 4.0, 6.0)
 _FIRST_GUESS = (0.75, 0.12, 0.05)
 """Chance of the first, second and any further candidate, before anything is counted."""
@@ -153,7 +153,7 @@ class LearnedDrafts:
         noise = noise[..., : self._num_tokens] if self._vocabulary is None else noise[..., self._vocabulary]
         index = rows.index_of(which)
         temperatures = rows.temperatures[index]
-        feature = self.run_on_unread_positions(rows, which, layout)
+        feature = self.run_on_unread_positions(rows, which, layout, strategy.depth + 1)
 
         def pick(d: int, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
             return top_scores(perturb_logits(logits, noise[:, d : d + 1], temperatures, strategy.sharpness), count)
@@ -171,13 +171,15 @@ class LearnedDrafts:
         visited = on_path.gather(1, proposal.parents)[:, 1:]
         self.chances.count_nodes(proposal.cells[:, 1:], visited, on_path[:, 1:])
 
-    def run_on_unread_positions(self, rows: LiveRows, which: Sequence[int], layout: Layout | None) -> Tensor:
-        """Read whatever the drafter has not of the rows ``which``; returns its own feature [B, H] at each one's newest
-        true position.
+    def run_on_unread_positions(
+        self, rows: LiveRows, which: Sequence[int], layout: Layout | None, usual: int = 0
+    ) -> Tensor:
+        """Read whatever the drafter has not of the rows ``which``, usually at most ``usual`` positions of each; returns
+        its own feature [B, H] at each one's newest true position.
         """
         responses, device = [rows.responses[row] for row in which], rows.lengths.device
         unread = [len(response.text) - 1 - response.num_read for response in responses]
-        self.note_backlog(unread)
+        self.note_backlog(unread, usual)
         late = [row for row, number in zip(which, unread, strict=True) if number > _LATE]
         if 0 < len(late) <= len(which) // 2:  # the others would repeat their last position in every pass
             tables = [rows.responses[row].pages for row in late]
@@ -189,9 +191,9 @@ class LearnedDrafts:
             response.num_read = len(response.text) - 1
         return feature
 
-    def note_backlog(self, unread: Sequence[int]) -> None:
-        """Count a round in which so many positions of the rows are unread, if they are many."""
-        self.num_backlogs += sum(unread) > _BACKLOG * len(unread)
+    def note_backlog(self, unread: Collection[int], usual: int) -> None:
+        """Count a round if its rows have many more positions ``unread`` than the ``usual`` number."""
+        self.num_backlogs += sum(max(0, number - usual) for number in unread) > _BACKLOG * len(unread)
 
     def run_on_next_positions(self, rows: LiveRows, which: Tensor, layout: Layout | None, width: int) -> Tensor:
         """Run on the next positions, at most ``width``, of the rows ``which`` [B].

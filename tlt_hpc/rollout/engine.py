@@ -64,7 +64,8 @@ class RolloutEngine:
         self._cache = make_cache(decoder.part, sizes, decoder.dtype, decoder.device, settings.attention)
         num_rows = settings.max_live + 1
         self._noise = NoiseWindow(num_rows, settings.num_tokens, settings.max_depth + 1, decoder.device)
-        self._max_stored_tokens = settings.max_stored_tokens(decoder.shape.vocab_size)
+        passes = (settings.max_pass_tokens(decoder.shape.vocab_size, is_tree) for is_tree in (False, True))
+        self._max_stored_tokens = min(filter(None, passes))
         self._guard = TieGuard(decoder, settings.tie_guard, settings.attention)
         self._learned: LearnedDrafts | None = None
         if drafter is not None:
@@ -91,7 +92,8 @@ class RolloutEngine:
         settings = self.settings
         strategies = settings.strategies if OFF in settings.strategies else (OFF, *settings.strategies)
         kind = RandomChooser if settings.chooser == "random" else Chooser
-        return kind(strategies, settings.seed, self._agree if len(strategies) > 1 else None)
+        has_choice = len(strategies) > 1 or settings.stored_texts
+        return kind(strategies, settings.seed, self._agree if has_choice else None)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -349,6 +351,7 @@ class RolloutEngine:
             max(strategy.num_slots, 1 + depth), rounds.tokens_in_flight
         )
         if not self._rows.num_live:  # all have ended, or were preempted for an earlier one that is being prefilled
+            self._finish_launched_rounds()
             return
         if strategy.source == "ngram":
             self._ngram.update_table(self._rows.responses)

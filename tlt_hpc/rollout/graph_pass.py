@@ -96,11 +96,16 @@ class GraphPasses:
             for strategy in sorted(self._strategies, key=lambda one: -one.widest_pass):
                 if strategy.has_drafter:
                     self._draft_by_graph(torch.full((count,), self._rows.capacity, device=device), strategy)
-        tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        for is_tree, most in self._most_tokens.items():
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        of_trees = DraftTable(tokens, [2], tokens)
+        for drafts, most in (
+            (of_trees, self._most_tokens[True]),
+            (DraftTable(tokens, [2]), self._most_tokens[False]),
+            (DraftTable(tokens, [1]), self._rows.capacity),
+        ):
             for count in graph_sizes(most, max(self._most_tokens.values())):
-                drafts = DraftTable(tokens, [1], tokens if is_tree else None)
-                self._verify_by_graph(drafts, self._cache.make_span_layout((), count), truncates)
+                if count >= drafts.widths[0]:
+                    self._verify_by_graph(drafts, self._cache.make_span_layout(drafts.widths, count), truncates)
         seconds = time.perf_counter() - start
         logger.info(
             "%d graphs captured in %.1f s: %d MiB of device memory", self.num_graphs, seconds, self.num_bytes >> 20
@@ -138,7 +143,7 @@ class GraphPasses:
         assert self._learned is not None
         responses = self._rows.responses
         unread = {row: len(responses[row].text) + in_flight - 1 - responses[row].num_read for row in which}
-        self._learned.note_backlog([*unread.values()])
+        self._learned.note_backlog(unread.values(), self._read_width)
         late = [row for row, number in unread.items() if number > self._read_width]
         if late:
             index = self._rows.index_of(late)
@@ -182,7 +187,7 @@ class GraphPasses:
         inputs = [layout.places, layout.slot_of_token, layout.token_of_slot, tokens]
         inputs += [] if parents is None else [parents]
         found = self._graphs.capture_once_and_replay(
-            ("verify", len(tokens), parents is not None, truncates),
+            ("verify", len(tokens), layout.token_of_slot.shape[1], parents is not None, truncates),
             partial(self._verify_captured, truncates=truncates),
             inputs,
             (self._rows.lengths,),

@@ -68,11 +68,9 @@ class EngineSettings:
         widths = [one.widest_pass for one in self.strategies if (one.branching > 1) == is_tree]
         if is_tree and not widths:
             return 0
-        return max(self.max_live * max(widths, default=1), self.max_stored_tokens(vocab_size))
-
-    def max_stored_tokens(self, vocab_size: int) -> int:
-        """Most tokens of a pass with stored texts: their spans are long, so their logits are bounded."""
-        return min((1 + self.stored_depth) * self.max_live, _STORED_LOGITS // vocab_size) if self.stored_texts else 0
+        # spans of stored texts are long, so their logits are bounded
+        stored = min((1 + self.stored_depth) * self.max_live, _STORED_LOGITS // vocab_size) if self.stored_texts else 0
+        return max(self.max_live * max(widths, default=1), stored)
 
 
 def check_request(request: Request, params: SamplingParams, settings: EngineSettings, num_ids: int) -> None:

@@ -203,7 +203,7 @@ class LayoutCache:
 def make_span_layout(groups: Sequence[SpanGroup], device: torch.device) -> SpanLayout:
     """The layout of spans that lie in the order of ``groups``."""
     num_rows, longest = sum(len(group.rows) for group in groups), max(group.width for group in groups)
-    return SpanLayout(upload(span_places(groups).tolist(), device), num_rows, longest, groups)
+    return SpanLayout(upload(span_places(groups), device), num_rows, longest, groups)
 
 
 def span_places(groups: Sequence[SpanGroup], num_tokens: int = 0, spare_row: int = 0) -> NDArray[np.int64]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
-def upload(values: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def upload(
+    values: Sequence[object] | NDArray[np.int64], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """A tensor of (nested) ``values``: through pinned memory on CUDA, since a copy from other memory waits."""
     held = torch.tensor(values, dtype=dtype)
     return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held.to(device)

@@ -172,7 +172,8 @@ def costs_by_strategy(run: RecordedRun) -> TokenCosts:
 
 def _strategy_names(run: RecordedRun) -> tuple[str, ...]:
     """The strategies that ran without stored texts, plain decoding first."""
-    ran = {run.strategy_names[i] for i in np.unique(run.rounds.strategy)} - {STORED}
+    ran = {run.strategy_names[i] for i in np.unique(run.rounds.strategy)}
+    ran = {name for name in ran if not name.startswith(STORED)}
     if OFF.name not in ran:
         raise ValueError(f"{run.name} has no plain round to compare speculation with; give a longer run")
     return OFF.name, *sorted(ran - {OFF.name})

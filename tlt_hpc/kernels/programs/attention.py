@@ -110,7 +110,8 @@ def _accumulate_tree_paths(
 ):  # fmt: skip
     """Places from ``first`` to ``last`` of a tree's queries, each by itself: its ancestors stand as in a chain."""
     for one in range(tile * ROWS // G, tl.minimum(tl.cdiv((tile + 1) * ROWS, G), N)):
-        end = prefix + tl.load(seen + one)
+        own_seen = tl.load(seen + one)
+        end = tl.where(own_seen > 0, prefix + own_seen, 0)
         for start in tl.range(first, tl.minimum(last, end), KEYS, num_stages=STAGES):
             place = start + tl.arange(0, KEYS)
             inside = place < end
@@ -196,14 +197,15 @@ def _tile_rows(
 ):  # fmt: skip
     """The rows of a tile: which there are, query and head of each, their queries, and which slots they see."""
     row = tile * ROWS + tl.arange(0, ROWS)
-    real = row < N * G
     at = row // G
+    own = tl.load(seen + sequence * N + at, mask=row < N * G, other=0)
+    real = own > 0  # a query that sees nothing takes no part
     head = group * G + row % G
     column = tl.arange(0, WIDE)
     address = sequence * query_row_stride + at.to(tl.int64) * query_stride + head * d
     q = tl.load(query + address[:, None] + column[None, :], mask=real[:, None] & (column[None, :] < d), other=0.0)
     prefix = tl.load(committed + sequence)
-    limit = tl.where(real, prefix + tl.load(seen + sequence * N + at, mask=real, other=0), 0)
+    limit = tl.where(real, prefix + own, 0)
     reach = tl.max(limit, 0)
     floor = 0  # slots below it no row of the tile sees; a tile that nobody sees would change no bit
     if WINDOW:
@@ -245,7 +247,7 @@ def _attend(
     tl.store(
         out + place[:, None] * d + column[None, :],
         whole.to(out.dtype.element_ty),
-        mask=real[:, None] & (column[None, :] < d),
+        mask=(at < N)[:, None] & (column[None, :] < d),
     )
 
 
@@ -298,7 +300,8 @@ def _join_spans(
     query = place // h
     column = tl.arange(0, WIDE)
     prefix = tl.load(committed + query // N)
-    limit = prefix + tl.load(seen + query)
+    own = tl.load(seen + query)
+    limit = tl.where(own > 0, prefix + own, 0)
     whole_top = float("-inf")
     whole_total = 0.0
     whole = tl.full((WIDE,), 0.0, tl.float32)

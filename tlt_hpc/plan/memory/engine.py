@@ -24,8 +24,8 @@ from tlt_hpc.rollout.strategy import parse_strategies
 
 GRAPHS_BYTES = 1_500_000_000
 """Assumed for captured graphs on a GPU: their intermediates, and what the driver keeps of each."""
-SPAN = 256
-"""Positions of each of attention's partial results on a GPU (``kernels.programs.attention``)."""
+SPAN, _TILE_ROWS = 256, 64
+"""Positions of each of attention's partial results on a GPU, and queries times heads that a program takes at most."""
 PAGES = "keys, values, features"
 _NUCLEUS_BYTES, _GUARDED_NUCLEUS_BYTES = 38, 46
 """Additional bytes of a logit if ``top_p`` truncates: sorted, summed up, searched twice."""
@@ -112,7 +112,9 @@ class PlannedEngine:
     def _attention_partials_bytes(self) -> int:
         """What attention on a GPU keeps of spans of sequences until they are joined, in a pass over drafts."""
         tokens = max(self.settings.max_pass_tokens(self.part.vocab_size, is_tree) for is_tree in (False, True))
-        queries = tokens * self.part.num_heads
+        # each row has a block of queries that is not filled
+        block = max(1, _TILE_ROWS * self.part.num_kv_heads // self.part.num_heads)
+        queries = (tokens + self.sizes.num_rows * block) * self.part.num_heads
         return min(PARTIAL_BYTES, 4 * queries * self.part.head_dim * -(-self.situation.max_sequence_tokens // SPAN))
 
     def _page_gather_bytes(self) -> int:
