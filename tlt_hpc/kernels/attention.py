@@ -45,7 +45,8 @@ def paged_attention(
     query [B, N, h, d], key_pages and value_pages [num_pages, page_size, g, d], page_table [B, M] int32, committed [B]
     int32, seen [B, N] int32, paths [B, N, W] int32: in a tree, query i sees the slots ``committed + paths[i, t]`` for
     t < seen[i]; without paths ``committed + t`` -> [B, N, h * d].
-    With a ``window`` above 0 a query sees the last so many of these alone. One whose ``seen`` is 0 gives zeros.
+    With a ``window`` above 0 a query sees the last so many of these alone. One that sees nothing gives
+    zeros, as does one whose ``seen`` is -1, which takes no part.
     A query of a chain sees at most N slots beyond the committed ones, one of a tree at most W.
     ``by_span``: programs share the spans of all sequences rather than each reading a sequence; None chooses by shape.
     On a GPU nothing is read back, so it can be captured in a graph.
@@ -91,7 +92,7 @@ def paged_attention_reference(
     inside = own < seen.amax(1, keepdim=True) if N else own < 0
     slots = torch.where(inside.unsqueeze(1), slots, 0)
     pages = page_table.long().unsqueeze(1).expand(-1, slots.shape[1], -1).gather(2, slots // page_size)
-    visible = (own.unsqueeze(1) < seen.unsqueeze(2)) & (seen > 0).unsqueeze(2)  # [B, N, S]
+    visible = (own.unsqueeze(1) < seen.unsqueeze(2)) & (seen >= 0).unsqueeze(2)  # [B, N, S]
     if window:
         visible &= own.unsqueeze(1) >= seen.unsqueeze(2) - window
     wide = torch.float64 if query.dtype.itemsize < 4 else query.dtype

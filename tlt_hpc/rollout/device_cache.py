@@ -175,7 +175,7 @@ class SpanBlocks:
     committed: Tensor
     """[blocks] int32"""
     seen: Tensor
-    """[blocks, W] int32, as in ``Blocks``."""
+    """[blocks, W] int32, as in ``Blocks``; -1 in an empty slot."""
     paths: Tensor | None = None
 
     def compute_attention(self, query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
@@ -197,7 +197,7 @@ def span_blocks(spans: Spans, tables: Tensor) -> SpanBlocks:
     table = tables[torch.where(used[:, 0], layout.rows[first], len(tables) - 1)]
     if not spans.is_tree:
         committed = torch.where(used[:, 0], places[first], 0).int()
-        seen = torch.where(used, places[token] - committed.unsqueeze(1) + 1, 0).int()
+        seen = torch.where(used, places[token] - committed.unsqueeze(1) + 1, -1).int()
         return SpanBlocks(layout.slot_of_token, token.flatten(), table, committed, seen)
     committed = torch.where(used[:, 0], places[first] - layout.nodes[first], 0).int()
     nodes = torch.arange(min(MAX_QUERIES, len(places)), device=places.device)
@@ -205,7 +205,8 @@ def span_blocks(spans: Spans, tables: Tensor) -> SpanBlocks:
     # a node's ancestors come before it, so in ascending order they are its path
     order = torch.where(sees, nodes, len(nodes)).sort(2).values
     paths = torch.where(order < len(nodes), order, 0).int()
-    return SpanBlocks(layout.slot_of_token, token.flatten(), table, committed, sees.sum(2).int(), paths)
+    seen = torch.where(used, sees.sum(2), -1).int()
+    return SpanBlocks(layout.slot_of_token, token.flatten(), table, committed, seen, paths)
 
 
 def make_block_layout(

@@ -111,7 +111,7 @@ def _accumulate_tree_paths(
     """Places from ``first`` to ``last`` of a tree's queries, each by itself: its ancestors stand as in a chain."""
     for one in range(tile * ROWS // G, tl.minimum(tl.cdiv((tile + 1) * ROWS, G), N)):
         own_seen = tl.load(seen + one)
-        end = tl.where(own_seen > 0, prefix + own_seen, 0)
+        end = tl.where(own_seen >= 0, prefix + own_seen, 0)
         for start in tl.range(first, tl.minimum(last, end), KEYS, num_stages=STAGES):
             place = start + tl.arange(0, KEYS)
             inside = place < end
@@ -198,8 +198,8 @@ def _tile_rows(
     """The rows of a tile: which there are, query and head of each, their queries, and which slots they see."""
     row = tile * ROWS + tl.arange(0, ROWS)
     at = row // G
-    own = tl.load(seen + sequence * N + at, mask=row < N * G, other=0)
-    real = own > 0  # a query that sees nothing takes no part
+    own = tl.load(seen + sequence * N + at, mask=row < N * G, other=-1)
+    real = own >= 0
     head = group * G + row % G
     column = tl.arange(0, WIDE)
     address = sequence * query_row_stride + at.to(tl.int64) * query_stride + head * d
@@ -301,7 +301,7 @@ def _join_spans(
     column = tl.arange(0, WIDE)
     prefix = tl.load(committed + query // N)
     own = tl.load(seen + query)
-    limit = tl.where(own > 0, prefix + own, 0)
+    limit = tl.where(own >= 0, prefix + own, 0)
     whole_top = float("-inf")
     whole_total = 0.0
     whole = tl.full((WIDE,), 0.0, tl.float32)
