@@ -20,7 +20,7 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import read_folder_weights
 from tlt_hpc.rollout import graph_pass
-from tlt_hpc.rollout.decoding import Rounds
+from tlt_hpc.rollout.decoding import DecodingRounds
 from tlt_hpc.rollout.graph_pass import GraphPasses
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.rows import LiveRows
@@ -44,7 +44,7 @@ REQUESTS = gcd_requests(3, 4)
 @pytest.fixture
 def gpu(monkeypatch):
     """And what a round tells the host: random tokens, of which some are the last of their response."""
-    source, take = random.Random(0), Rounds._append_outcome
+    source, take = random.Random(0), DecodingRounds._append_outcome
 
     def take_random(rounds, responses, told, log_probs):
         rows = []
@@ -54,7 +54,7 @@ def gpu(monkeypatch):
             rows.append([*tokens, count, max(0, count - 1), int(source.random() < 0.05)])
         return take(rounds, responses, rows, log_probs)
 
-    monkeypatch.setattr(Rounds, "_append_outcome", take_random)
+    monkeypatch.setattr(DecodingRounds, "_append_outcome", take_random)
     try:
         load_guard()
     except UserError as error:  # it says what to install

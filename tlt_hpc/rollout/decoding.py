@@ -31,14 +31,14 @@ from tlt_hpc.rollout.scheduler import Scheduler
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.spans import DraftTable, make_draft_chains, replace_rows
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.rollout.target_pass import NUM_FIGURES, Outcome, TargetPass
+from tlt_hpc.rollout.target_pass import NUM_FIGURES, PassOutcome, TargetPass
 from tlt_hpc.rollout.tie_guard import TieGuard
 from tlt_hpc.rollout.transfer import PendingHostCopy
 
 logger = logging.getLogger(__name__)
 
 
-class Rounds:
+class DecodingRounds:
     """Launches rounds and reads them.
 
     By graphs a round may be launched before the one before it is read, unless near-ties or n-grams need the texts. With
@@ -107,13 +107,13 @@ class Rounds:
         watch.mark()
         before = None
         if graphs is None or (is_guarded and truncates):
-            outcome = self._eager.verify_and_commit(drafts, is_guarded, watch.mark)
             layout = self._eager.layout_of_widths(tuple(drafts.widths))
+            outcome = self._eager.verify_and_commit(drafts, layout, is_guarded, watch.mark)
         else:
             before = rows.lengths.clone() if is_guarded else None
             graphs.tolerance.fill_(self._guard.logit_tolerance if is_guarded else 0.0)
-            outcome = graphs.verify_and_commit(drafts, truncates)
             layout = graphs.layout_of_widths(tuple(drafts.widths))
+            outcome = graphs.verify_and_commit(drafts, layout, truncates)
         if proposal is not None and self._learned is not None and outcome.on_path is not None:
             first = layout.first_tokens[rows.index_of(which)]
             nodes = torch.arange(proposal.tokens.shape[1], device=first.device)
@@ -228,11 +228,12 @@ class Rounds:
         self._scheduler.rows.write_log_probs(log_probs, kept)
         return counts, ended, accepted
 
-    def _redo_round_with_guard(self, started: _Round) -> Outcome:
+    def _redo_round_with_guard(self, started: _Round) -> PassOutcome:
         """A near-tie was reached: undo the commitment and accept the same drafts by the guard."""
         assert started.before is not None and not self._in_flight
         self._scheduler.rows.lengths.copy_(started.before)
-        return self._eager.verify_and_commit(started.drafts, True, lambda: None)
+        layout = self._eager.layout_of_widths(tuple(started.drafts.widths))
+        return self._eager.verify_and_commit(started.drafts, layout, is_guarded=True)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

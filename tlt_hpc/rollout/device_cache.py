@@ -8,6 +8,7 @@ Shapes: as in ``kv_cache``, and ``N`` queries of a block, ``h`` query heads, ``M
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -105,7 +106,7 @@ class _PassAttend(FusedAttend):
     values: Tensor
     write: Tensor
     """Slots [T] that the pass writes: a row's repeated position twice, what belongs nowhere to the page beyond."""
-    reading: Blocks | SpanBlocks
+    reading: QueryBlocks
     windows: tuple[int, ...]
     """Window of each layer, as in ``PagedCache``."""
     only_layer: int | None
@@ -129,22 +130,16 @@ class _PassAttend(FusedAttend):
         return self.keys[at], self.values[at], self.windows[at]
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """The queries of a pass as the kernels take them: blocks of ``N``, each treated as a separate sequence.
+@dataclass(frozen=True, kw_only=True)
+class QueryBlocks(ABC):
+    """The queries of a pass as the kernels take them: blocks of ``N``, each treated as a separate sequence."""
 
-    A row has one block or, in a long chain, several: what precedes a block in its row is committed to it.
-    """
-
-    num_rows: int
-    num_queries: int
-    """Queries of a row; its blocks may hold more, which are dropped."""
     table: Tensor
     """Pages [blocks, M] int32."""
     committed: Tensor
     """[blocks] int32"""
     seen: Tensor
-    """[blocks, N] int32: how many slots from ``committed`` on a query sees, or of its path."""
+    """[blocks, N] int32: how many slots from ``committed`` on a query sees, or of its path; -1 where there is none."""
     paths: Tensor | None = None
     """In trees each query's ancestors and itself [blocks, N, W] int32, in slots after ``committed``."""
 
@@ -153,35 +148,51 @@ class Blocks:
 
         With a ``window`` above 0 a query sees as many positions, its own included.
         """
+        blocks = self._to_blocks(query)
+        out = paged_attention(blocks, keys, values, self.table, self.committed, self.seen, self.paths, window=window)
+        return self._to_tokens(out)
+
+    @abstractmethod
+    def _to_blocks(self, query: Tensor) -> Tensor:
+        """query [T, h, d] -> [blocks, N, h, d]."""
+
+    @abstractmethod
+    def _to_tokens(self, out: Tensor) -> Tensor:
+        """The inverse for [blocks, N, h * d]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBlocks(QueryBlocks):
+    """Of a pass with as many queries for each row; a row has one block or, in a long chain, several."""
+
+    num_rows: int
+    num_queries: int
+    """Queries of a row; its blocks may hold more, which are dropped."""
+
+    def _to_blocks(self, query: Tensor) -> Tensor:
         num_blocks, width = self.seen.shape
         by_row = query.view(self.num_rows, self.num_queries, *query.shape[1:])
         missing = num_blocks * width // self.num_rows - self.num_queries
         if missing:
             by_row = F.pad(by_row, (0, 0, 0, 0, 0, missing))
-        blocks = by_row.view(num_blocks, width, *query.shape[1:])
-        out = paged_attention(blocks, keys, values, self.table, self.committed, self.seen, self.paths, window=window)
-        return out.view(self.num_rows, -1, out.shape[2])[:, : self.num_queries].reshape(len(query), -1)
+        return by_row.view(num_blocks, width, *query.shape[1:])
+
+    def _to_tokens(self, out: Tensor) -> Tensor:
+        return out.view(self.num_rows, -1, out.shape[2])[:, : self.num_queries].flatten(0, 1)
 
 
-@dataclass(frozen=True)
-class SpanBlocks:
-    """The queries of a pass over spans as the kernels take them: blocks of ``W`` slots, some of them empty."""
+@dataclass(frozen=True, kw_only=True)
+class SpanBlocks(QueryBlocks):
+    """Of a pass over spans; some slots of the blocks are empty."""
 
     slot_of_token: Tensor
     token_of_slot: Tensor
-    """Token [blocks * W] of each slot, any token in an empty one."""
-    table: Tensor
-    """Pages [blocks, M] int32."""
-    committed: Tensor
-    """[blocks] int32"""
-    seen: Tensor
-    """[blocks, W] int32, as in ``Blocks``; -1 in an empty slot."""
-    paths: Tensor | None = None
+    """Token [blocks * N] of each slot, any token in an empty one."""
 
-    def compute_attention(self, query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
-        """As that of ``Blocks``."""
-        blocks = query[self.token_of_slot].view(*self.seen.shape, *query.shape[1:])
-        out = paged_attention(blocks, keys, values, self.table, self.committed, self.seen, self.paths, window=window)
+    def _to_blocks(self, query: Tensor) -> Tensor:
+        return query[self.token_of_slot].view(*self.seen.shape, *query.shape[1:])
+
+    def _to_tokens(self, out: Tensor) -> Tensor:
         return out.flatten(0, 1)[self.slot_of_token]
 
 
@@ -197,16 +208,28 @@ def span_blocks(spans: Spans, tables: Tensor) -> SpanBlocks:
     table = tables[torch.where(used[:, 0], layout.rows[first], len(tables) - 1)]
     if not spans.is_tree:
         committed = torch.where(used[:, 0], places[first], 0).int()
-        seen = torch.where(used, places[token] - committed.unsqueeze(1) + 1, -1).int()
-        return SpanBlocks(layout.slot_of_token, token.flatten(), table, committed, seen)
+        seen = places[token] - committed.unsqueeze(1) + 1
+        return SpanBlocks(
+            table=table,
+            committed=committed,
+            seen=torch.where(used, seen, -1).int(),
+            slot_of_token=layout.slot_of_token,
+            token_of_slot=token.flatten(),
+        )
     committed = torch.where(used[:, 0], places[first] - layout.nodes[first], 0).int()
     nodes = torch.arange(min(MAX_QUERIES, len(places)), device=places.device)
     sees = (spans.visible_nodes()[token].unsqueeze(2) >> nodes & 1).bool() & used.unsqueeze(2)
     # a node's ancestors come before it, so in ascending order they are its path
     order = torch.where(sees, nodes, len(nodes)).sort(2).values
     paths = torch.where(order < len(nodes), order, 0).int()
-    seen = torch.where(used, sees.sum(2), -1).int()
-    return SpanBlocks(layout.slot_of_token, token.flatten(), table, committed, seen, paths)
+    return SpanBlocks(
+        table=table,
+        committed=committed,
+        seen=torch.where(used, sees.sum(2), -1).int(),
+        paths=paths,
+        slot_of_token=layout.slot_of_token,
+        token_of_slot=token.flatten(),
+    )
 
 
 def make_block_layout(
@@ -230,7 +253,7 @@ def make_block_layout(
     return SpanLayout(by_token[:4], num_rows, longest, slot_of_token=by_token[4], token_of_slot=by_slot)
 
 
-def chain_blocks(positions: Tensor, table: Tensor) -> Blocks:
+def chain_blocks(positions: Tensor, table: Tensor) -> RowBlocks:
     """Queries that see the positions up to their own: positions [B, n], table [B, M] int32.
 
     In a row each position is the one before it plus one, or that one again (a row with less to do repeats its last).
@@ -244,10 +267,11 @@ def chain_blocks(positions: Tensor, table: Tensor) -> Blocks:
     first = blocks[:, :1]
     each = len(blocks) // num_rows
     table = table.repeat_interleave(each, 0) if each > 1 else table
-    return Blocks(num_rows, n, table, first.flatten().int(), (blocks - first + 1).int())
+    committed, seen = first.flatten().int(), (blocks - first + 1).int()
+    return RowBlocks(table=table, committed=committed, seen=seen, num_rows=num_rows, num_queries=n)
 
 
-def tree_blocks(committed: Tensor, ancestors: Tensor, table: Tensor) -> Blocks:
+def tree_blocks(committed: Tensor, ancestors: Tensor, table: Tensor) -> RowBlocks:
     """Queries that see their ancestors: committed [B], ancestors [B, n, N] with n at most 64, table [B, M].
 
     A row without any position before its tree may give the root the position -1: no key stands there.
@@ -258,4 +282,5 @@ def tree_blocks(committed: Tensor, ancestors: Tensor, table: Tensor) -> Blocks:
     # a node's ancestors come before it, so in ascending order they are its path
     order = torch.where(sees, slots.unsqueeze(1), num_nodes).sort(2).values
     paths = torch.where(order < num_nodes, order, 0).int()
-    return Blocks(num_rows, n, table, committed.clamp(min=0).int(), sees.sum(2).int(), paths)
+    committed, seen = committed.clamp(min=0).int(), sees.sum(2).int()
+    return RowBlocks(table=table, committed=committed, seen=seen, paths=paths, num_rows=num_rows, num_queries=n)

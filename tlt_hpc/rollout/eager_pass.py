@@ -18,7 +18,7 @@ from tlt_hpc.rollout.sampling import choose_tokens_by_rule, token_log_probs
 from tlt_hpc.rollout.scheduler import Scheduler
 from tlt_hpc.rollout.spans import DraftTable, LayoutCache, SpanLayout, Spans, make_spans
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.rollout.target_pass import AcceptedPath, Outcome, TargetPass
+from tlt_hpc.rollout.target_pass import AcceptedPath, PassOutcome, TargetPass
 from tlt_hpc.rollout.tie_guard import TieGuard
 
 
@@ -62,10 +62,11 @@ class EagerPasses:
     # -- the target ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def verify_and_commit(self, drafts: DraftTable, is_guarded: bool, mark: Callable[[], None]) -> Outcome:
+    def verify_and_commit(
+        self, drafts: DraftTable, layout: SpanLayout, is_guarded: bool, mark: Callable[[], None] = lambda: None
+    ) -> PassOutcome:
         """Verify drafts of all live rows and commit what these accept; ``mark`` is called between pass and choice."""
         rows = self.scheduler.rows
-        layout = self.layout_of_widths(tuple(drafts.widths))
         spans = make_spans(drafts, layout, rows.lengths)
         layouts = [self.scheduler.layout_of_rows(group.rows) for group in layout.groups]
         features, logits = self.target.forward(spans, layouts)

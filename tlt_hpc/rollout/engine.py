@@ -16,7 +16,7 @@ from tlt_hpc.common.records import PREFILL, FinishReason, Request, Rollout, Samp
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.rollout.chooser import Agree, Chooser, RandomChooser
-from tlt_hpc.rollout.decoding import Rounds
+from tlt_hpc.rollout.decoding import DecodingRounds
 from tlt_hpc.rollout.device_cache import make_cache
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.feature_outbox import FeatureOutbox
@@ -72,7 +72,7 @@ class RolloutEngine:
             drafter.pack_weights()
             self._learned = LearnedDrafts(drafter, decoder, self._cache, num_rows, settings.num_tokens)
         self._scheduler = Scheduler(self._rows, self._cache, self._noise, self._learned)
-        self._rounds = Rounds(decoder, settings, self._scheduler, self._noise, self._guard, self._learned)
+        self._rounds = DecodingRounds(decoder, settings, self._scheduler, self._noise, self._guard, self._learned)
         self._ngram = self._rounds.ngram
         self.chooser = self._make_chooser()
         self._stops: dict[tuple[str, ...], StopStrings] = {}

@@ -27,7 +27,7 @@ from tlt_hpc.rollout.sampling import lowest_kept_scores, token_log_probs
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.spans import DraftTable, LayoutCache, SpanLayout, Spans, flatten_drafts, spans_of_parents
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.rollout.target_pass import Outcome, TargetPass
+from tlt_hpc.rollout.target_pass import PassOutcome, TargetPass
 from tlt_hpc.rollout.tie_guard import score_tolerances
 from tlt_hpc.rollout.transfer import upload
 
@@ -105,7 +105,7 @@ class GraphPasses:
         ):
             for count in graph_sizes(most, max(self._most_tokens.values())):
                 if count >= drafts.widths[0]:
-                    self._verify_by_graph(drafts, self._cache.make_span_layout(drafts.widths, count), truncates)
+                    self.verify_and_commit(drafts, self._cache.make_span_layout(drafts.widths, count), truncates)
         seconds = time.perf_counter() - start
         logger.info(
             "%d graphs captured in %.1f s: %d MiB of device memory", self.num_graphs, seconds, self.num_bytes >> 20
@@ -174,14 +174,11 @@ class GraphPasses:
 
     # -- the target ---------------------------------------------------------------------------------------------
 
-    def verify_and_commit(self, drafts: DraftTable, truncates: bool) -> Outcome:
+    def verify_and_commit(self, drafts: DraftTable, layout: SpanLayout, truncates: bool) -> PassOutcome:
         """Verify drafts of all live rows and commit what these accept; ``truncates``: any row's rule is top-k or top-p.
 
         The outcome holds until the next graph runs.
         """
-        return self._verify_by_graph(drafts, self.layout_of_widths(tuple(drafts.widths)), truncates)
-
-    def _verify_by_graph(self, drafts: DraftTable, layout: SpanLayout, truncates: bool) -> Outcome:
         assert layout.slot_of_token is not None and layout.token_of_slot is not None
         tokens, parents = flatten_drafts(drafts, layout)
         inputs = [layout.places, layout.slot_of_token, layout.token_of_slot, tokens]
@@ -192,7 +189,7 @@ class GraphPasses:
             inputs,
             (self._rows.lengths,),
         )
-        return Outcome(*found)
+        return PassOutcome(*found)
 
     def _verify_captured(
         self,

@@ -50,7 +50,7 @@ class AcceptedPath:
         return torch.arange(self.path.shape[1], device=self.counts.device) < self.counts.unsqueeze(1)
 
 
-class Outcome(NamedTuple):
+class PassOutcome(NamedTuple):
     """What a pass has given the rows."""
 
     figures: Tensor
@@ -114,7 +114,7 @@ class TargetPass:
         features: Tensor,
         log_probs: Tensor,
         near_ties: Tensor | None = None,
-    ) -> Outcome:
+    ) -> PassOutcome:
         """Put the path's keys and values where a chain would have them; keep features and tokens.
 
         ``near_ties``: nodes whose choice is in doubt, a mask [T].
@@ -132,4 +132,4 @@ class TargetPass:
         if near_ties is not None:
             flags += 2 * (near_ties[accepted.path] & accepted.is_emitted).any(1)
         figures = torch.stack((accepted.counts, accepted.walk.accepted, flags), 1)
-        return Outcome(torch.cat([accepted.chosen, figures], 1), log_probs, on_path)
+        return PassOutcome(torch.cat([accepted.chosen, figures], 1), log_probs, on_path)
