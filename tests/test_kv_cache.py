@@ -12,7 +12,7 @@ from tiny import CPU, tree_relations
 from tlt_hpc.models.shape import shape_from
 from tlt_hpc.rollout.device_cache import DevicePagedCache, make_block_layout
 from tlt_hpc.rollout.kv_cache import HostPagedCache, PoolSizes, page_bytes
-from tlt_hpc.rollout.spans import group_by_width, make_span_layout, make_spans
+from tlt_hpc.rollout.spans import flatten_drafts, group_by_width, make_span_layout, make_spans
 
 SHAPE = shape_from(
     {
@@ -138,7 +138,8 @@ def test_attention_of_spans_is_that_over_dense_tensors(kind, seed, window):
         layout = make_span_layout(group_by_width(drafts.widths), CPU)
     else:
         layout = make_block_layout(drafts.widths, sum(drafts.widths) + 3, len(kv) + 1, 5, CPU)
-    spans, high = make_spans(drafts, layout, lengths + 1), max(map(max, tables)) + 1
+    spans = make_spans(layout, lengths + 1, drafts.deepest, *flatten_drafts(drafts, layout))
+    high = max(map(max, tables)) + 1
     layouts = [cache.build_layout([tables[row] for row in group.rows], high) for group in layout.groups]
     query = torch.randn(len(layout.rows), G * R, D)
     attend = cache.make_span_attention(spans, layouts)

@@ -13,6 +13,7 @@ from tlt_hpc.rollout.graph_pass import graph_size, graph_sizes
 from tlt_hpc.rollout.spans import (
     DraftTable,
     emitted_counts,
+    flatten_drafts,
     group_by_width,
     make_draft_chains,
     make_span_layout,
@@ -81,7 +82,7 @@ def test_the_walk_follows_the_choices(seed, most, num_rows, is_padded):
     else:
         layout = make_span_layout(group_by_width(table.widths), CPU)
     lengths = torch.tensor([source.randint(1, 9) for _ in range(layout.num_rows)])
-    spans = make_spans(table, layout, lengths)
+    spans = make_spans(layout, lengths, table.deepest, *flatten_drafts(table, layout))
     chosen = torch.tensor([source.randrange(4) for _ in spans.tokens])
     first = layout.first_tokens.tolist()
     found, visible = walk(chosen, spans), spans.visible_nodes()
@@ -144,9 +145,9 @@ def test_what_a_row_emits(chosen, accepted, room, ends, count, ended):
     assert (counts.item(), over.item()) == (count, ended)
 
 
-@given(st.integers(1, 3000), st.data())
-def test_a_graph_is_hardly_larger_than_what_it_serves(most, data):
+@given(st.integers(1, 3000), st.booleans(), st.data())
+def test_a_graph_is_hardly_larger_than_what_it_serves(most, is_tree, data):
     count = data.draw(st.integers(1, most))
-    size = graph_size(count, most)
-    assert count <= size <= max(64, count + 31, 5 * count // 4) and size <= most
-    assert size in graph_sizes(most, most) and len(graph_sizes(most, most)) < 30
+    size, sizes = graph_size(count, most, is_tree), graph_sizes(most, most, is_tree)
+    assert count <= size <= max(64, count + 63, (6 if is_tree else 5) * count // 4) and size <= most
+    assert size in sizes and len(sizes) < (15 if is_tree else 21)

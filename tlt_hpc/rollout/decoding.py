@@ -111,13 +111,12 @@ class DecodingRounds:
             outcome = self._eager.verify_and_commit(drafts, layout, is_guarded, watch.mark)
         else:
             before = rows.lengths.clone() if is_guarded else None
-            graphs.tolerance.fill_(self._guard.logit_tolerance if is_guarded else 0.0)
-            layout = graphs.layout_of_widths(tuple(drafts.widths))
+            graphs.set_tolerance(self._guard.logit_tolerance if is_guarded else 0.0)
+            layout = graphs.layout_of_drafts(drafts)
             outcome = graphs.verify_and_commit(drafts, layout, truncates)
         if proposal is not None and self._learned is not None and outcome.on_path is not None:
-            first = layout.first_tokens[rows.index_of(which)]
-            nodes = torch.arange(proposal.tokens.shape[1], device=first.device)
-            self._learned.count_accepted_nodes(proposal, outcome.on_path[first.unsqueeze(1) + nodes])
+            nodes = layout.chain_paths[rows.index_of(which), : proposal.tokens.shape[1]]
+            self._learned.count_accepted_nodes(proposal, outcome.on_path[nodes])
         live = slice(rows.num_live)
         host_copies = (
             PendingHostCopy(outcome.figures[live], is_own=graphs is None),
@@ -164,8 +163,7 @@ class DecodingRounds:
             depth = 0 if found.parents is None else strategy.depth
             own = DraftTable(found.tokens, [strategy.widest_pass] * len(which), found.parents, depth)
             return own if chains is None else replace_rows(chains, which, own), found, which
-        last = rows.last_tokens(rows.index[: rows.num_live]).unsqueeze(1)
-        return chains or DraftTable(last, [1] * rows.num_live), None, ()
+        return chains or DraftTable(None, [1] * len(responses)), None, ()
 
     # -- read ---------------------------------------------------------------------------------------------------
 

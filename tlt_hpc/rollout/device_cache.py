@@ -248,9 +248,7 @@ def make_block_layout(
     token_of_slot = np.full(num_blocks * num_queries, -1)
     token_of_slot[slot_of_token] = np.arange(num_tokens)
     numbers = upload(np.concatenate((places.flatten(), slot_of_token, token_of_slot)), device)
-    by_token, by_slot = numbers[: 5 * num_tokens].view(5, -1), numbers[5 * num_tokens :].view(-1, num_queries)
-    longest = max(widths, default=1)
-    return SpanLayout(by_token[:4], num_rows, longest, slot_of_token=by_token[4], token_of_slot=by_slot)
+    return SpanLayout.from_numbers(numbers, num_tokens, num_queries, num_rows, max(widths, default=1))
 
 
 def chain_blocks(positions: Tensor, table: Tensor) -> RowBlocks:

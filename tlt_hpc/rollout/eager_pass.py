@@ -16,7 +16,7 @@ from tlt_hpc.rollout.ngram_drafts import NoiseAt, make_noise_reader
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.sampling import choose_tokens_by_rule, token_log_probs
 from tlt_hpc.rollout.scheduler import Scheduler
-from tlt_hpc.rollout.spans import DraftTable, LayoutCache, SpanLayout, Spans, make_spans
+from tlt_hpc.rollout.spans import DraftTable, LayoutCache, SpanLayout, Spans, flatten_drafts
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.target_pass import AcceptedPath, PassOutcome, TargetPass
 from tlt_hpc.rollout.tie_guard import TieGuard
@@ -67,7 +67,7 @@ class EagerPasses:
     ) -> PassOutcome:
         """Verify drafts of all live rows and commit what these accept; ``mark`` is called between pass and choice."""
         rows = self.scheduler.rows
-        spans = make_spans(drafts, layout, rows.lengths)
+        spans = rows.make_spans(layout, drafts.deepest, flatten_drafts(drafts, layout))
         layouts = [self.scheduler.layout_of_rows(group.rows) for group in layout.groups]
         features, logits = self.target.forward(spans, layouts)
         mark()

@@ -25,30 +25,32 @@ from tlt_hpc.rollout.ngram_drafts import NoiseAt
 from tlt_hpc.rollout.noise import NoiseWindow, gumbel_number, noise_key
 from tlt_hpc.rollout.sampling import lowest_kept_scores, token_log_probs
 from tlt_hpc.rollout.settings import EngineSettings
-from tlt_hpc.rollout.spans import DraftTable, LayoutCache, SpanLayout, Spans, flatten_drafts, spans_of_parents
+from tlt_hpc.rollout.spans import DraftTable, LayoutCache, SpanLayout, Spans, flatten_drafts
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.target_pass import PassOutcome, TargetPass
 from tlt_hpc.rollout.tie_guard import score_tolerances
-from tlt_hpc.rollout.transfer import upload
 
 logger = logging.getLogger(__name__)
 
-_SMALL_SIZES = (1, 4, 16, 32, 64)
+_SMALL_SIZES = (1, 8, 64)
 """Fewer rows or tokens than the last of these take about as long as it: a pass reads all weights."""
 _SORTED_ROWS = 32
 
 
-def graph_size(count: int, most: int) -> int:
-    """The rows or tokens of the graph that serves so many: above 128 at most a quarter more, never above ``most``."""
+def graph_size(count: int, most: int, is_tree: bool = False) -> int:
+    """The rows or tokens of the graph that serves so many, never above ``most``.
+
+    Above 256 they are at most a quarter more. Trees, which large batches hardly use, have half as many sizes.
+    """
     if count <= _SMALL_SIZES[-1]:
         return min(most, next(size for size in _SMALL_SIZES if size >= count))
-    step = max(32, 1 << ((count - 1).bit_length() - 3))
+    step = max(_SMALL_SIZES[-1], 1 << ((count - 1).bit_length() - (2 if is_tree else 3)))
     return min(most, -(-count // step) * step)
 
 
-def graph_sizes(largest: int, most: int) -> list[int]:
+def graph_sizes(largest: int, most: int, is_tree: bool = False) -> list[int]:
     """Sizes of the graphs that serve up to ``largest``, from it down."""
-    return sorted({graph_size(count, most) for count in range(1, largest + 1)}, reverse=True)
+    return sorted({graph_size(count, most, is_tree) for count in range(1, largest + 1)}, reverse=True)
 
 
 class GraphPasses:
@@ -69,21 +71,29 @@ class GraphPasses:
         self._most_tokens = {is_tree: settings.max_pass_tokens(vocab_size, is_tree) for is_tree in (False, True)}
         self._read_width = 1 + max(strategy.depth for strategy in settings.strategies)
         """Positions that the drafter reads in its graph; whatever else it has missed must have been read before."""
-        self.tolerance = torch.zeros(1, device=device)
+        self._tolerance = torch.zeros(1, device=device)
         """The tie guard's zone of doubt in logits; 0: off."""
-        self._graphs, self._layouts = GraphPool(device), LayoutCache()
+        self._given_tolerance = 0.0
+        self._graphs, self._layouts = GraphPool(device), {is_tree: LayoutCache() for is_tree in (False, True)}
 
     @property
     def num_graphs(self) -> int:
         """Number of graphs that have been captured."""
         return len(self._graphs)
 
-    def layout_of_widths(self, widths: tuple[int, ...]) -> SpanLayout:
-        """The layout of all live rows, whose spans have these widths, filled up to a graph's size."""
-        return self._layouts.get(widths, self._make_layout)
+    def set_tolerance(self, tolerance: float) -> None:
+        """Set the tie guard's zone of doubt in logits; 0: off."""
+        if tolerance != self._given_tolerance:
+            self._given_tolerance = tolerance
+            self._tolerance.fill_(tolerance)
 
-    def _make_layout(self, widths: tuple[int, ...]) -> SpanLayout:
-        return self._cache.make_span_layout(widths, graph_size(sum(widths), max(self._most_tokens.values())))
+    def layout_of_drafts(self, drafts: DraftTable) -> SpanLayout:
+        """The layout of all live rows, which have these drafts, filled up to a graph's size."""
+        is_tree = drafts.parents is not None
+        return self._layouts[is_tree].get(tuple(drafts.widths), partial(self._make_layout, is_tree=is_tree))
+
+    def _make_layout(self, widths: tuple[int, ...], is_tree: bool) -> SpanLayout:
+        return self._cache.make_span_layout(widths, graph_size(sum(widths), self._most_tokens[is_tree], is_tree))
 
     # -- graphs -------------------------------------------------------------------------------------------------
 
@@ -91,20 +101,21 @@ class GraphPasses:
     def capture(self, truncates: bool) -> None:
         """Capture all graphs now, the largest first, instead of each on its first use."""
         assert not self._rows.num_live, "a row would get what the capture runs through"
-        start, device = time.perf_counter(), self.tolerance.device
+        start, device = time.perf_counter(), self._tolerance.device
         for count in graph_sizes(self._rows.capacity, self._rows.capacity):
             for strategy in sorted(self._strategies, key=lambda one: -one.widest_pass):
                 if strategy.has_drafter:
                     self._draft_by_graph(torch.full((count,), self._rows.capacity, device=device), strategy)
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        of_trees = DraftTable(tokens, [2], tokens)
-        for drafts, most in (
-            (of_trees, self._most_tokens[True]),
-            (DraftTable(tokens, [2]), self._most_tokens[False]),
-            (DraftTable(tokens, [1]), self._rows.capacity),
+        least = min((one.widest_pass for one in self._strategies if one.branching > 1), default=0)
+        for width, largest, is_tree in (
+            (least, self._most_tokens[True], True),
+            (2, self._most_tokens[False], False),
+            (1, self._rows.capacity, False),
         ):
-            for count in graph_sizes(most, max(self._most_tokens.values())):
-                if count >= drafts.widths[0]:
+            tokens = torch.zeros(1, width, dtype=torch.int64, device=device) if width > 1 else None
+            drafts = DraftTable(tokens, [width], tokens if is_tree else None)
+            for count in graph_sizes(largest, self._most_tokens[is_tree], is_tree):
+                if count >= width:
                     self.verify_and_commit(drafts, self._cache.make_span_layout(drafts.widths, count), truncates)
         seconds = time.perf_counter() - start
         logger.info(
@@ -124,7 +135,7 @@ class GraphPasses:
         """
         self._run_drafter_on_backlog(which, in_flight)
         missing = graph_size(len(which), self._rows.capacity) - len(which)
-        padded = upload([*which, *[self._rows.capacity] * missing], self.tolerance.device)
+        padded = self._rows.index_of([*which, *[self._rows.capacity] * missing])
         return self._draft_by_graph(padded, strategy).first_rows(len(which))
 
     def noise_reader(self, which: Sequence[int], depth: int) -> NoiseAt:
@@ -179,13 +190,12 @@ class GraphPasses:
 
         The outcome holds until the next graph runs.
         """
-        assert layout.slot_of_token is not None and layout.token_of_slot is not None
-        tokens, parents = flatten_drafts(drafts, layout)
-        inputs = [layout.places, layout.slot_of_token, layout.token_of_slot, tokens]
-        inputs += [] if parents is None else [parents]
+        assert layout.numbers is not None and layout.token_of_slot is not None
+        num_tokens, num_queries = len(layout.rows), layout.token_of_slot.shape[1]
+        inputs = [layout.numbers, *flatten_drafts(drafts, layout)]
         found = self._graphs.capture_once_and_replay(
-            ("verify", len(tokens), layout.token_of_slot.shape[1], parents is not None, truncates),
-            partial(self._verify_captured, truncates=truncates),
+            ("verify", num_tokens, num_queries, len(inputs), truncates),
+            partial(self._verify_captured, num_tokens=num_tokens, num_queries=num_queries, truncates=truncates),
             inputs,
             (self._rows.lengths,),
         )
@@ -193,17 +203,15 @@ class GraphPasses:
 
     def _verify_captured(
         self,
-        places: Tensor,
-        slot_of_token: Tensor,
-        token_of_slot: Tensor,
-        tokens: Tensor,
-        parents: Tensor | None = None,
-        *,
+        numbers: Tensor,
+        *drafts: Tensor,
+        num_tokens: int,
+        num_queries: int,
         truncates: bool,
     ) -> list[Tensor]:
         lengths, longest = self._rows.lengths, self._deepest + 1
-        layout = SpanLayout(places, len(lengths), longest, slot_of_token=slot_of_token, token_of_slot=token_of_slot)
-        spans, rows = spans_of_parents(tokens, parents, layout, lengths, self._deepest), layout.rows
+        layout = SpanLayout.from_numbers(numbers, num_tokens, num_queries, len(lengths), longest)
+        spans, rows = self._rows.make_spans(layout, self._deepest, drafts), layout.rows
         features, logits = self._target.forward(spans, ())
         choice = self._choose(spans, self._mask_truncated_tokens(rows, logits) if truncates else logits)
         accepted = self._target.accepted_path(spans, choice.token)
@@ -236,7 +244,7 @@ class GraphPasses:
 
     def _near_ties(self, choice: GumbelChoice, rows: Tensor) -> Tensor:
         """Choices [T] that the tie guard must decide, as a mask."""
-        zone = score_tolerances(self.tolerance, self._rows.temperatures[rows])
+        zone = score_tolerances(self._tolerance, self._rows.temperatures[rows])
         return choice.best - choice.second < zone
 
     def _temperatures(self, rows: Tensor) -> Tensor:

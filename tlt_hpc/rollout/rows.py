@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.rollout.responses import Response
-from tlt_hpc.rollout.spans import Spans
+from tlt_hpc.rollout.spans import SpanLayout, Spans, make_spans
 from tlt_hpc.rollout.transfer import swap_rows_in_place, upload, write_number_on_device
+
+_MOST_INDEXES = 64
 
 
 class LiveRows:
@@ -41,6 +43,7 @@ class LiveRows:
         self.ends = torch.tensor(end_token_ids, dtype=torch.int64, device=device)
         """End tokens [e], the same for all rows."""
         self.index = torch.arange(num_rows, device=device)
+        self._indexes: dict[tuple[int, ...], Tensor] = {}
         self.responses: list[Response] = []
 
     @property
@@ -83,14 +86,23 @@ class LiveRows:
         """The newest token [B] of each of the rows ``which`` [B]."""
         return self.tokens[which, self.lengths[which] - 1]
 
+    def make_spans(self, layout: SpanLayout, deepest: int, drafts: Sequence[Tensor]) -> Spans:
+        """The spans of ``flatten_drafts``; without any the last tokens alone."""
+        return make_spans(layout, self.lengths, deepest, *(drafts or [self.last_tokens(layout.rows)]))
+
     def response_positions(self, spans: Spans) -> Tensor:
         """Position [T] in its row's response of the token that the target chooses at each node."""
         return spans.positions + 1 - self.starts[spans.layout.rows]
 
     def index_of(self, which: Sequence[int]) -> Tensor:
-        """Rows as an index [B]."""
-        is_first = which[-1] == len(which) - 1  # they ascend
-        return self.index[: len(which)] if is_first else upload(which, self.index.device)
+        """Rows as an index [B]; the same rows are often asked for again."""
+        if which[-1] == len(which) - 1:  # they ascend, so these are the first
+            return self.index[: len(which)]
+        if (kept := tuple(which)) not in self._indexes:
+            if len(self._indexes) >= _MOST_INDEXES:
+                self._indexes.clear()
+            self._indexes[kept] = upload(which, self.index.device)
+        return self._indexes[kept]
 
     def append_tokens(self, chosen: Tensor, counts: Tensor) -> None:
         """Append the first ``counts`` [B] of ``chosen`` [B, n].

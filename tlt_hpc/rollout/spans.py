@@ -34,7 +34,8 @@ _GROUP_TOKENS = 8
 class DraftTable:
     """Drafts by row: tokens [B, N] from node 0 on, ``EMPTY`` beyond a row's width, and parents [B, N] of trees."""
 
-    tokens: Tensor
+    tokens: Tensor | None
+    """None where nothing is drafted."""
     widths: Sequence[int]
     """Nodes of each row."""
     parents: Tensor | None = None
@@ -57,7 +58,9 @@ def make_draft_chains(rows: Sequence[Sequence[int]], device: torch.device) -> Dr
 
 def replace_rows(chains: DraftTable, which: Sequence[int], drafts: DraftTable) -> DraftTable:
     """``chains`` with the rows ``which`` taken from ``drafts``, one after another."""
-    tokens, widths, device = chains.tokens, list(chains.widths), chains.tokens.device
+    tokens, widths = chains.tokens, list(chains.widths)
+    assert tokens is not None and drafts.tokens is not None
+    device = tokens.device
     most = max(tokens.shape[1], drafts.tokens.shape[1])
     index = upload(which, device)
     tokens = F.pad(tokens, (0, most - tokens.shape[1]), value=EMPTY)
@@ -119,6 +122,17 @@ class SpanLayout:
     """Place [T] of each token among the slots of blocks of queries, for attention that is computed block by block."""
     token_of_slot: Tensor | None = None
     """Token of each slot [blocks, W]; -1: none."""
+    numbers: Tensor | None = None
+    """These tensors as one, for a graph, which copies its inputs."""
+
+    @classmethod
+    def from_numbers(
+        cls, numbers: Tensor, num_tokens: int, num_queries: int, num_rows: int, longest: int
+    ) -> SpanLayout:
+        """The layout with blocks of ``num_queries`` whose ``numbers`` are these."""
+        by_token, by_slot = numbers[: 5 * num_tokens].view(5, -1), numbers[5 * num_tokens :].view(-1, num_queries)
+        places, slots = by_token[:4], by_token[4]
+        return cls(places, num_rows, longest, slot_of_token=slots, token_of_slot=by_slot, numbers=numbers)
 
     # what follows from these is computed once for all passes of a layout
     @cached_property
@@ -249,25 +263,19 @@ class Spans:
         return bits
 
 
-def make_spans(drafts: DraftTable, layout: SpanLayout, lengths: Tensor) -> Spans:
-    """The spans of drafts for rows whose texts have these lengths [R]."""
-    tokens, parents = flatten_drafts(drafts, layout)
-    return spans_of_parents(tokens, parents, layout, lengths, drafts.deepest)
+def flatten_drafts(drafts: DraftTable, layout: SpanLayout) -> list[Tensor]:
+    """Tokens [T] of drafts, if there are some, and of trees the place [T] of each one's parent in its span."""
+    return [x[layout.table_index] for x in (drafts.tokens, drafts.parents) if x is not None]
 
 
-def flatten_drafts(drafts: DraftTable, layout: SpanLayout) -> tuple[Tensor, Tensor | None]:
-    """Tokens [T] and, of trees, parents [T] of drafts."""
-    tokens = drafts.tokens[layout.table_index]
-    return tokens, None if drafts.parents is None else layout.roots + drafts.parents[layout.table_index]
-
-
-def spans_of_parents(
-    tokens: Tensor, parents: Tensor | None, layout: SpanLayout, lengths: Tensor, deepest: int
+def make_spans(
+    layout: SpanLayout, lengths: Tensor, deepest: int, tokens: Tensor, parents: Tensor | None = None
 ) -> Spans:
-    """The spans of tokens [T] with these parents [T], if they are no chains."""
+    """The spans of tokens [T] and parents [T] as in ``flatten_drafts``, for rows whose texts have these lengths [R]."""
     places = lengths[layout.rows] + layout.places_after_length
     if parents is None:
         return Spans(tokens, layout.chain_parents, places, places, deepest, False, layout)
+    parents = layout.roots + parents
     depths, jump = (layout.nodes > 0).long(), parents
     for _ in range(deepest.bit_length()):
         depths, jump = depths + depths[jump], jump[jump]
