@@ -106,7 +106,7 @@ def loss(table: Table, num_live: int, seed: int, rounds: int = 500, make: Callab
     rates = {strategy: table.length(strategy) / table.cost(strategy, num_live) for strategy in STRATEGIES}
     spent = tokens = 0.0
     for _ in range(rounds):
-        strategy = chooser.choose(num_live, STRATEGIES)
+        strategy, _ = chooser.choose(num_live, STRATEGIES)
         accepted = [sequence.draw(table, strategy) for sequence in sequences]
         cost = table.cost(strategy, num_live)
         measured = cost * source.lognormvariate(0, table.noise) * (SLOW_ROUND if source.random() < SLOW_CHANCE else 1)

@@ -51,7 +51,7 @@ def gpu(monkeypatch):
         for response, row in zip(responses, told, strict=True):
             tokens = [source.randrange(2, 20) for _ in row[:-NUM_FIGURES]][:9]
             count = min(source.randrange(len(tokens)) + 1, response.params.max_tokens - response.num_response_tokens)
-            rows.append([*tokens, count, max(0, count - 1), int(source.random() < 0.05)])
+            rows.append([*tokens, count, max(0, count - 1), int(source.random() < 0.05), 0])
         return take(rounds, responses, rows, log_probs)
 
     monkeypatch.setattr(DecodingRounds, "_append_outcome", take_random)

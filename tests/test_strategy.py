@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import chooser_study
 import numpy as np
@@ -15,7 +16,6 @@ from tlt_hpc.rollout import chooser as chooser_module
 from tlt_hpc.rollout.acceptance import FamilyAcceptance
 from tlt_hpc.rollout.chooser import Chooser, RandomChooser, TrialBudget
 from tlt_hpc.rollout.costs import RoundCosts, _Correction
-from tlt_hpc.rollout.stored_text import StoredRow
 from tlt_hpc.rollout.strategy import OFF, Strategy, parse_strategies, parse_strategy
 
 
@@ -43,7 +43,7 @@ def play(chooser: Chooser, rounds: int, chance: Callable[[Strategy], float], num
     """Rounds of a constant batch; returns what was chosen."""
     source, chosen = random.Random(0), []
     for _ in range(rounds):
-        strategy = chooser.choose(num_live, chooser.strategies)
+        strategy, _ = chooser.choose(num_live, chooser.strategies)
         accepted = draw(strategy, chance(strategy), num_live, source)
         chooser.observe(strategy, num_live, sum(accepted) + num_live, COSTS[strategy], accepted)
         chosen.append(strategy)
@@ -225,7 +225,7 @@ def test_one_depth_tells_of_all_others():
         chooser.observe(arm, 8, 8, COSTS[arm], [0] * 8 if arm == OFF else [min(2, arm.reach)] * 8)
     for _ in range(40):
         chooser.observe(arms[3], 8, 16, COSTS[arms[3]], [0, 0, 2, 2, 2, 2, 2, 2])
-    assert chooser.choose(8, arms) == Strategy("drafter", 2)
+    assert chooser.choose(8, arms)[0] == Strategy("drafter", 2)
 
 
 def test_accept_length_learned_at_one_batch_size_serves_at_another():
@@ -261,18 +261,23 @@ def test_a_checkpoint_keeps_acceptance_and_survives_other_settings():
     assert shallower.acceptance.state()["drafter:a1"] == saved["drafter:a1"][:5]
 
 
+def stored(num_drafts: int, *, is_sure: bool) -> SimpleNamespace:
+    """What a chooser reads of a stored text."""
+    return SimpleNamespace(num_drafts=num_drafts, is_sure=is_sure)
+
+
 @pytest.mark.parametrize(
     ("row", "step", "wanted"),
     [
         # 8 sequences alike: 8 * 4.7 tokens in 8.4 ms. Half of them with stored texts, and the drafter for the others:
         # (4 * 8.0 + 4 * 4.7) in 8.9 ms; without the drafter (4 * 8.0 + 4) in 7.0 ms
-        (StoredRow(8, is_sure=True), 2e-4, (Strategy("drafter", 4), 8)),
+        (stored(8, is_sure=True), 2e-4, (Strategy("drafter", 4), 8)),
         # a step of the drafter takes ten times as long: (4 * 8.0 + 4 * 4.7) in 16.1 ms
-        (StoredRow(8, is_sure=True), 2e-3, (OFF, 8)),
+        (stored(8, is_sure=True), 2e-3, (OFF, 8)),
         # 4 * 2.5 and 4 * 4.7 tokens in 7.9 ms; 8 * 4.7 in 8.4 ms
-        (StoredRow(3, is_sure=False), 2e-4, (Strategy("drafter", 4), 0)),
+        (stored(3, is_sure=False), 2e-4, (Strategy("drafter", 4), 0)),
         # 4 * 20.5 + 4 * 4.7 in 10.8 ms; with drafts of 16 tokens, 4 * 13.5 + 4 * 4.7 in 9.6 ms
-        (StoredRow(99, is_sure=True), 2e-4, (Strategy("drafter", 4), 32)),
+        (stored(99, is_sure=True), 2e-4, (Strategy("drafter", 4), 32)),
     ],
 )
 def test_stored_texts_and_the_strategy_of_the_others_are_chosen_together(row, step, wanted):
@@ -285,21 +290,21 @@ def test_stored_texts_and_the_strategy_of_the_others_are_chosen_together(row, st
     for _ in range(200):
         chooser.acceptance.add(arms[1], 8, [4] * 7 + [2])
     assert chooser.acceptance.accept_lengths(8)[0][1] == pytest.approx(4.7, abs=0.1)
-    assert chooser.choose_with_stored(8, arms, [row] * 4, 1000) == wanted
-    assert chooser.choose_with_stored(8, arms, [row] * 4, 39)[1] in (0, 4), "a pass of no more than 39 tokens"
+    assert chooser.choose(8, arms, [row] * 4, 1000) == wanted
+    assert chooser.choose(8, arms, [row] * 4, 39)[1] in (0, 4), "a pass of no more than 39 tokens"
 
 
 def test_stored_texts_are_drafted_from_as_long_as_they_are_accepted():
-    arms, rows = (OFF,), dict.fromkeys(range(4), StoredRow(8, is_sure=True))
+    arms, rows = (OFF,), dict.fromkeys(range(4), stored(8, is_sure=True))
     chooser = make(arms, epsilon=0.0)
     for _ in range(3):
-        assert chooser.choose_with_stored(4, arms, rows.values(), 1000) == (OFF, 0), "plain costs come first"
+        assert chooser.choose(4, arms, rows.values(), 1000) == (OFF, 0), "plain costs come first"
         chooser.observe(OFF, 4, 4, 0.01, [0] * 4)
     for accepted, following in ((0, 0), (8, 8)):
-        assert chooser.choose_with_stored(4, arms, rows.values(), 1000)[1] != following
+        assert chooser.choose(4, arms, rows.values(), 1000)[1] != following
         for _ in range(800):
             chooser.observe_with_stored(OFF, 0.012, [accepted] * 4, rows, 8)
-        assert chooser.choose_with_stored(4, arms, rows.values(), 1000)[1] == following
+        assert chooser.choose(4, arms, rows.values(), 1000)[1] == following
 
 
 def test_drafts_that_are_accepted_in_small_batches_alone_are_made_there_alone():
@@ -308,7 +313,7 @@ def test_drafts_that_are_accepted_in_small_batches_alone_are_made_there_alone():
     for num_live, count in ((32, 0), (2, 4)) * 100:
         chooser.observe(OFF, num_live, num_live, COSTS[OFF], [0] * num_live)
         chooser.observe(arms[1], num_live, num_live * (1 + count), COSTS[arms[1]], [count] * num_live)
-    assert [chooser.choose(num_live, arms) for num_live in (32, 2)] == list(arms)
+    assert [chooser.choose(num_live, arms)[0] for num_live in (32, 2)] == list(arms)
 
 
 @pytest.mark.parametrize("kind", [Chooser, RandomChooser])
@@ -320,7 +325,7 @@ def test_choosers_that_are_told_the_same_agree(kind: type[Chooser]):
     for i in range(1500):
         num_live = 1 + (1500 - i) // 60
         usable = ARMS if i % 3 else [arm for arm in ARMS if arm.source != "drafter"]
-        first, second = (rank.choose(num_live, usable) for rank in ranks)
+        first, second = (rank.choose(num_live, usable)[0] for rank in ranks)
         assert first == second and first in usable
         chosen.append(first)
         if late is not None:
@@ -344,7 +349,7 @@ def test_the_time_lost_against_plain_decoding_is_bounded(drafter, ngram, phases)
     spent = plain = 0.0
     for num_live, factor in phases:
         for _ in range(150):
-            strategy = chooser.choose(num_live, ARMS)
+            strategy, _ = chooser.choose(num_live, ARMS)
             chance = {"drafter": drafter, "ngram": ngram, "off": 0.0}[strategy.source]
             accepted = draw(strategy, chance, num_live, source)
             seconds = COSTS[strategy] * (factor if strategy == OFF else 1.0) * (0.5 + num_live / 8)

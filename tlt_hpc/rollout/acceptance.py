@@ -10,7 +10,7 @@ from itertools import accumulate
 from operator import mul
 
 from tlt_hpc.rollout.costs import batch_bucket
-from tlt_hpc.rollout.stored_text import StoredRow
+from tlt_hpc.rollout.stored_text import StoredText
 from tlt_hpc.rollout.strategy import MAX_DEPTH, OFF, Strategy
 
 JUDGED_DEPTH = 4
@@ -246,18 +246,18 @@ class StoredAcceptance:
         self._chances = {True: 0.97, False: 0.7}
         self._lengths: dict[bool, list[float]] = {}
 
-    def accept_length(self, row: StoredRow, most: int) -> float:
+    def accept_length(self, text: StoredText, most: int) -> float:
         """Expected accept length (bonus token included) with at most so many drafts."""
-        if row.is_sure not in self._lengths:
-            chance = self._chances[row.is_sure]
-            self._lengths[row.is_sure] = list(accumulate(chance**i for i in range(MAX_DEPTH + 1)))
-        return self._lengths[row.is_sure][min(row.num_drafts, most)]
+        if text.is_sure not in self._lengths:
+            chance = self._chances[text.is_sure]
+            self._lengths[text.is_sure] = list(accumulate(chance**i for i in range(MAX_DEPTH + 1)))
+        return self._lengths[text.is_sure][min(text.num_drafts, most)]
 
-    def add(self, row: StoredRow, most: int, accepted: int) -> None:
-        """Add a round in which so many of the row's drafts, at most ``most``, were accepted."""
-        num_drafts = min(row.num_drafts, most)
+    def add(self, text: StoredText, most: int, accepted: int) -> None:
+        """Add a round in which so many of the text's drafts, at most ``most``, were accepted."""
+        num_drafts = min(text.num_drafts, most)
         num_seen = accepted + (accepted < num_drafts)
         kept = self._KEPT**num_seen
-        chance = kept * self._chances[row.is_sure] + (1 - kept) * accepted / max(1, num_seen)
-        self._chances[row.is_sure] = min(0.999, max(0.1, chance))
+        chance = kept * self._chances[text.is_sure] + (1 - kept) * accepted / max(1, num_seen)
+        self._chances[text.is_sure] = min(0.999, max(0.1, chance))
         self._lengths.clear()

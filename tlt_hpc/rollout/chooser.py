@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tlt_hpc.rollout.acceptance import Acceptance, StoredAcceptance
 from tlt_hpc.rollout.costs import RoundCosts
-from tlt_hpc.rollout.stored_text import StoredRow
+from tlt_hpc.rollout.stored_text import StoredText
 from tlt_hpc.rollout.strategy import OFF, STORED_DEPTHS, Strategy
 
 TRIAL_CHANCE = 0.05
@@ -105,17 +105,13 @@ class Chooser:
         """Index of a strategy."""
         return self._index[strategy]
 
-    def choose(self, num_live: int, usable: Sequence[Strategy]) -> Strategy:
-        """The strategy for a round of ``num_live`` sequences, among those usable now."""
-        return self.choose_with_stored(num_live, usable, (), 0)[0]
-
-    def choose_with_stored(
-        self, num_live: int, usable: Sequence[Strategy], stored: Collection[StoredRow], max_tokens: int
+    def choose(
+        self, num_live: int, usable: Sequence[Strategy], stored: Collection[StoredText] = (), max_tokens: int = 0
     ) -> tuple[Strategy, int]:
-        """The strategy for a round of ``num_live`` sequences, and how many drafts at most stored texts give those that
-        have ``stored`` ones; 0: these are decoded like the others.
+        """The strategy for a round of ``num_live`` sequences, among those usable now, and most drafts of a stored text.
 
-        ``max_tokens``: of the pass, if stored texts are used.
+        ``stored``: the texts that some sequences have; with 0 drafts these are decoded like the others. ``max_tokens``:
+        of the pass, if stored texts are used.
         """
         assert num_live > 0
         self._has_choice |= len(stored) > 0
@@ -161,7 +157,7 @@ class Chooser:
         strategy: Strategy,
         seconds: float,
         accepted: Sequence[int],
-        stored: Mapping[int, StoredRow],
+        stored: Mapping[int, StoredText],
         depth: int,
         is_typical: bool = True,
     ) -> None:
@@ -215,7 +211,7 @@ class Chooser:
         rare = self._pick_trial_strategy(outlook, draw)
         return rare if rare is not None and self._budget.allows(outlook.expected_loss(rare)) else best
 
-    def _pick_stored(self, num_live: int, stored: Collection[StoredRow], max_tokens: int) -> tuple[int, int] | None:
+    def _pick_stored(self, num_live: int, stored: Collection[StoredText], max_tokens: int) -> tuple[int, int] | None:
         """The best strategy for the sequences without a stored text, and the number of drafts for the others; None
         where all are better decoded alike.
         """
@@ -269,7 +265,7 @@ class Chooser:
 class RandomChooser(Chooser):
     """Chooses all usable strategies equally often: for checks that the text does not depend on the strategy."""
 
-    def _pick_stored(self, num_live: int, stored: Collection[StoredRow], max_tokens: int) -> tuple[int, int] | None:
+    def _pick_stored(self, num_live: int, stored: Collection[StoredText], max_tokens: int) -> tuple[int, int] | None:
         index, depth = self._pick(num_live) if num_live > len(stored) else self._off, self._random.choice(STORED_DEPTHS)
         num_tokens = len(stored) * (1 + depth) + (num_live - len(stored)) * self.strategies[index].widest_pass
         return (index, depth) if num_tokens <= max_tokens and self._random.random() < 0.7 else None

@@ -3,7 +3,7 @@
 Every emitted token is the target's own sample at its position (method, section 2): what is drafted decides how many
 come at once, never which. Each row has a span of its own length in the pass. On a device a round is queued as graphs
 and read while the next one runs: the host learns a round late which tokens a row got and that it has ended, and what
-the round launched meanwhile gave such a row is discarded. Knows no queue, no page and no request.
+the round launched meanwhile gave such a row is discarded.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class DecodingRounds:
         rows, is_guarded, graphs = self._scheduler.rows, self.is_guarded, self.graphs
         truncates = any(response.rule.truncates for response in rows.responses)
         since = self._in_flight[-1].watch if plan.is_next and self._in_flight else None
-        num_captured, num_guarded = self.num_graphs, self._guard.num_guarded
+        num_captured = self.num_graphs
         num_backlogs = self._learned.num_backlogs if self._learned else 0
         watch = _Stopwatch(self._device)
         drafts, proposal, which = self._draft(plan)
@@ -115,7 +115,7 @@ class DecodingRounds:
             layout = graphs.layout_of_drafts(drafts)
             outcome = graphs.verify_and_commit(drafts, layout, truncates)
         if proposal is not None and self._learned is not None and outcome.on_path is not None:
-            nodes = layout.chain_paths[rows.index_of(which), : proposal.tokens.shape[1]]
+            nodes = layout.span_nodes[rows.index_of(which), : proposal.tokens.shape[1]]
             self._learned.count_accepted_nodes(proposal, outcome.on_path[nodes])
         live = slice(rows.num_live)
         host_copies = (
@@ -133,7 +133,6 @@ class DecodingRounds:
                 host_copies=host_copies,
                 watch=watch,
                 since=since,
-                num_guarded=num_guarded,
                 has_captured=self.num_graphs > num_captured,
                 has_backlog=self._learned is not None and self._learned.num_backlogs > num_backlogs,
             )
@@ -148,9 +147,9 @@ class DecodingRounds:
         which = [row for row in range(len(responses)) if row not in plan.stored]
         chains: DraftTable | None = None
         if plan.stored or strategy.source == "ngram":
-            stored = [(row, responses[row].stored) for row in plan.stored]
-            drafts = {row: text.next_drafts(plan.stored_depth) for row, text in stored if text is not None}
+            drafts = {row: text.next_drafts(plan.stored_depth) for row, text in plan.stored.items()}
             if strategy.source == "ngram" and which:
+                self.ngram.update_table(responses)
                 reader, others = passes.noise_reader(which, strategy.depth), [responses[row] for row in which]
                 drafts.update(zip(which, self.ngram.draft_chains(others, reader, strategy), strict=True))
             nodes = [[one.text[-1], *drafts.get(row, ())] for row, one in enumerate(responses)]
@@ -175,7 +174,7 @@ class DecodingRounds:
         assert figures is not None and log_probs is not None
         is_sound = self._rest_drafter_if_nan(scores)
         start = time.perf_counter()
-        if started.before is not None and bool((figures[:, -1] >= 2).any()):
+        if started.before is not None and bool(figures[:, -1].any()):
             figures, log_probs = (x.cpu() for x in self._redo_round_with_guard(started)[:2])
         given = self._append_outcome(started.responses, figures.tolist(), log_probs)
         for later in self._in_flight:
@@ -188,7 +187,6 @@ class DecodingRounds:
             *given,
             seconds=started.seconds + (0.0 if started.since else time.perf_counter() - start),
             phases=phases,
-            num_guarded=self._guard.num_guarded - started.num_guarded,
             is_sound=is_sound,
             is_measurement=is_sound and not started.has_captured,
             is_typical=not started.has_backlog,
@@ -214,11 +212,11 @@ class DecodingRounds:
         """
         counts, ended, accepted, kept = list[int](), list[bool](), list[int](), list[tuple[int, int, int, int]]()
         for i, (response, row) in enumerate(zip(responses, figures, strict=True)):
-            count, num_accepted, flags = row[-NUM_FIGURES:]
+            count, num_accepted, has_ended, _ = row[-NUM_FIGURES:]
             # one that was preempted since waits at least until this round has been read
             here = response.row >= 0 and count > 0
             counts.append(count if here else 0)
-            ended.append(here and bool(flags & 1))
+            ended.append(here and bool(has_ended))
             if here:
                 kept.append((i, response.row, len(response.text), count))
                 response.text += row[:count]
@@ -248,8 +246,6 @@ class _Round:
     watch: _Stopwatch
     since: _Stopwatch | None
     """Stopwatch of the round before, if the device had nothing else to do between them."""
-    num_guarded: int
-    """Near-ties that had been decided before it."""
     has_captured: bool
     has_backlog: bool
 

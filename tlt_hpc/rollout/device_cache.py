@@ -24,7 +24,7 @@ from tlt_hpc.models.layers import Attend, FusedAttend
 from tlt_hpc.models.rotary import RotaryRows
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.rollout.kv_cache import HostPagedCache, Layout, PagedCache, PoolSizes, Seen
-from tlt_hpc.rollout.spans import SpanGroup, SpanLayout, Spans, span_places
+from tlt_hpc.rollout.spans import SpanGroup, SpanLayout, Spans, span_index
 from tlt_hpc.rollout.transfer import upload
 
 AttentionKind = Literal["auto", "pages", "paged-kernel"]
@@ -239,7 +239,7 @@ def make_block_layout(
 
     Blocks have ``num_queries``; how many there are follows from the other numbers alone.
     """
-    places = span_places([SpanGroup((row,), width) for row, width in enumerate(widths)], num_tokens, num_rows - 1)
+    places = span_index([SpanGroup((row,), width) for row, width in enumerate(widths)], num_tokens, num_rows - 1)
     all_widths = np.array([*widths, *filter(None, [num_tokens - sum(widths)])])
     each = -(-all_widths // num_queries)
     num_blocks = num_tokens if num_queries == 1 else min(num_tokens, num_rows) + 1 + num_tokens // num_queries

@@ -67,35 +67,38 @@ class EagerPasses:
     ) -> PassOutcome:
         """Verify drafts of all live rows and commit what these accept; ``mark`` is called between pass and choice."""
         rows = self.scheduler.rows
+
+        def decide(spans: Spans, logits: Tensor) -> tuple[AcceptedPath, Tensor, None]:
+            mark()
+            self.noise.prepare(rows.response_lengths, drafts.deepest + 1)
+            accepted, choices = self._accept(spans, logits, is_guarded)
+            used, heat = logits[:, : self.noise.vocab_size], rows.temperatures
+            if not spans.is_tree:
+                return accepted, token_log_probs(used, choices, heat[layout.rows].unsqueeze(1))[accepted.path], None
+            # most nodes are not on the path
+            heat = heat[: layout.num_rows].view(-1, 1, 1)
+            return accepted, token_log_probs(used[accepted.path], accepted.chosen, heat), None
+
         spans = rows.make_spans(layout, drafts.deepest, flatten_drafts(drafts, layout))
         layouts = [self.scheduler.layout_of_rows(group.rows) for group in layout.groups]
-        features, logits = self.target.forward(spans, layouts)
-        mark()
-        self.noise.prepare(rows.response_lengths, drafts.deepest + 1)
-        accepted = self._accept(spans, logits, is_guarded)
-        used, heat = logits[:, : self.noise.vocab_size], rows.temperatures
-        if spans.is_tree:  # most nodes are not on the path
-            log_probs = token_log_probs(used[accepted.path], accepted.chosen, heat[: layout.num_rows].view(-1, 1, 1))
-        else:
-            log_probs = token_log_probs(used, accepted.choices, heat[layout.rows].unsqueeze(1))[accepted.path]
-        return self.target.commit(spans, accepted, features, log_probs)
+        return self.target.verify_and_commit(spans, layouts, decide)
 
-    def _accept(self, spans: Spans, logits: Tensor, is_guarded: bool) -> AcceptedPath:
-        """The target's own choices along the realised path, near-ties decided canonically."""
+    def _accept(self, spans: Spans, logits: Tensor, is_guarded: bool) -> tuple[AcceptedPath, Tensor]:
+        """The path along the target's own choices [T], of which near-ties on it are decided canonically."""
         rows, at = self.scheduler.rows, spans.layout.rows
         rules = [response.rule for response in rows.responses]
         noise = self.noise.noise_at(at, rows.response_positions(spans))
         tolerated = self.guard.logit_tolerance
         choice = choose_tokens_by_rule(logits, noise, rules, at, self.guard.score_tolerance)
-        chosen, doubtful = choice.token, choice.doubtful
+        choices, doubtful = choice.token, choice.doubtful
         decided = torch.zeros_like(doubtful)
         while True:
-            accepted = self.target.accepted_path(spans, chosen)
+            accepted = self.target.accepted_path(spans, choices)
             if not is_guarded or not bool(doubtful.any()):
-                return accepted
+                return accepted, choices
             ties = (doubtful & ~decided)[accepted.path] & accepted.is_emitted
             if not bool(ties.any()):
-                return accepted
+                return accepted, choices
             # one tie a row at a time: its decision tells which later positions are reached at all
             for row in ties.any(1).nonzero().flatten().tolist():
                 column = int(ties[row].long().argmax())
@@ -103,7 +106,7 @@ class EagerPasses:
                 prefix = torch.cat(
                     [rows.tokens[row, : rows.lengths[row]], spans.tokens[accepted.path[row, 1 : column + 1]]]
                 )
-                chosen[node] = self.guard.decide_token_in_float64(prefix, noise[node], logits[node], rules[row])
+                choices[node] = self.guard.decide_token_in_float64(prefix, noise[node], logits[node], rules[row])
                 decided[node] = True
             if self.guard.logit_tolerance > tolerated:
                 tolerated = self.guard.logit_tolerance

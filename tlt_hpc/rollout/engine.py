@@ -28,7 +28,7 @@ from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.scheduler import Scheduler
 from tlt_hpc.rollout.settings import EngineSettings, check_request, check_settings, pool_sizes
 from tlt_hpc.rollout.stops import StopStrings
-from tlt_hpc.rollout.stored_text import StoredRow, StoredText
+from tlt_hpc.rollout.stored_text import StoredText
 from tlt_hpc.rollout.strategy import OFF, STORED, Strategy
 from tlt_hpc.rollout.tie_guard import NUM_PROBED, TieGuard
 
@@ -64,8 +64,7 @@ class RolloutEngine:
         self._cache = make_cache(decoder.part, sizes, decoder.dtype, decoder.device, settings.attention)
         num_rows = settings.max_live + 1
         self._noise = NoiseWindow(num_rows, settings.num_tokens, settings.max_depth + 1, decoder.device)
-        passes = (settings.max_pass_tokens(decoder.shape.vocab_size, is_tree) for is_tree in (False, True))
-        self._max_stored_tokens = min(filter(None, passes))
+        self._max_stored_tokens = min(settings.max_pass_tokens(decoder.shape.vocab_size).values())
         self._guard = TieGuard(decoder, settings.tie_guard, settings.attention)
         self._learned: LearnedDrafts | None = None
         if drafter is not None:
@@ -184,6 +183,7 @@ class RolloutEngine:
     def take_counts(self) -> EngineCounts:
         """The counts since the last call; starts new ones."""
         counts, self._counts = self._counts, self._new_counts()
+        counts.num_guarded, self._guard.num_guarded = self._guard.num_guarded, 0
         return counts
 
     def _new_counts(self) -> EngineCounts:
@@ -334,39 +334,31 @@ class RolloutEngine:
 
     def _decode(self, has_prefilled: bool) -> None:
         """Launch a round of the live rows, and read those before it."""
-        rounds, has_stored = self._rounds, self._scheduler.has_stored
+        scheduler, rounds, has_stored = self._scheduler, self._rounds, self._scheduler.has_stored
         if has_stored:  # the cursors need the texts
             self._finish_launched_rounds()
-        start = time.perf_counter()
-        stored = self._scheduler.follow_stored_texts() if has_stored else {}
+            scheduler.follow_stored_texts()
         if not self._rows.num_live:
             return
-        strategy, depth = self._choose(stored)
+        start = time.perf_counter()
+        strategy, depth = self._choose()
         overlaps = not has_stored and rounds.overlaps(strategy)
         prepared = time.perf_counter() - start
         if not overlaps:
             self._finish_launched_rounds()
         start = time.perf_counter()
-        self._counts.num_preempted += self._scheduler.reserve_pages_or_preempt(
-            max(strategy.num_slots, 1 + depth), rounds.tokens_in_flight
-        )
+        num_slots = max(strategy.num_slots, 1 + depth)
+        self._counts.num_preempted += scheduler.reserve_pages_or_preempt(num_slots, rounds.tokens_in_flight)
         if not self._rows.num_live:  # all have ended, or were preempted for an earlier one that is being prefilled
             self._finish_launched_rounds()
             return
-        if strategy.source == "ngram":
-            self._ngram.update_table(self._rows.responses)
         prepared += time.perf_counter() - start
         assert all(one.is_ahead is not self.has_work for one in self._rows.responses), "rows of two kinds in a round"
-        if depth:  # rows may have gone or moved
-            stored = {
-                row: StoredRow(text.num_drafts, text.is_sure)
-                for row, response in enumerate(self._rows.responses)
-                if (text := response.stored) is not None and text.num_drafts
-            }
-        rounds.launch(RoundPlan(strategy, stored if depth else {}, depth, prepared, is_next=not has_prefilled))
+        stored = scheduler.stored_texts() if depth else {}
+        rounds.launch(RoundPlan(strategy, stored, depth, prepared, is_next=not has_prefilled))
         self._finish_launched_rounds(int(overlaps))
 
-    def _choose(self, stored: Mapping[int, StoredRow]) -> tuple[Strategy, int]:
+    def _choose(self) -> tuple[Strategy, int]:
         """The round's strategy, among those that have a sound drafter and need no preemption, and the most drafts of
         a stored text.
         """
@@ -379,8 +371,8 @@ class RolloutEngine:
             if (has_drafter or not strategy.has_drafter)
             and (has_room_for_all or strategy == OFF or scheduler.has_room(strategy.num_slots, in_flight))
         ]
-        usable_stored = stored.values() if has_room_for_all else ()
-        return self.chooser.choose_with_stored(num_live, usable or [OFF], usable_stored, self._max_stored_tokens)
+        stored = scheduler.stored_texts().values() if has_room_for_all else ()
+        return self.chooser.choose(num_live, usable or [OFF], stored, self._max_stored_tokens)
 
     def _finish_launched_rounds(self, num_left: int = 0) -> None:
         """Read the launched rounds until ``num_left`` are left."""

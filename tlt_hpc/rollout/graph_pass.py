@@ -2,7 +2,6 @@
 
 A graph of the drafter belongs to a number of rows and a strategy; one of the target, with sampling, walk and
 commitment, to a number of tokens, whichever rows have them. Nothing here is read back, no shape depends on data.
-Knows neither sequences nor what the host makes of the outcome.
 Shapes: ``B`` rows of a graph, ``R`` all rows, ``T`` tokens of a pass, ``m`` columns of the longest path, ``V``
 vocabulary.
 """
@@ -27,7 +26,7 @@ from tlt_hpc.rollout.sampling import lowest_kept_scores, token_log_probs
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.spans import DraftTable, LayoutCache, SpanLayout, Spans, flatten_drafts
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.rollout.target_pass import PassOutcome, TargetPass
+from tlt_hpc.rollout.target_pass import AcceptedPath, PassOutcome, TargetPass
 from tlt_hpc.rollout.tie_guard import score_tolerances
 
 logger = logging.getLogger(__name__)
@@ -67,8 +66,7 @@ class GraphPasses:
         self._target, self._cache, self._noise, self._learned = target, cache, noise, learned
         self._rows, device = target.rows, target.decoder.device
         self._strategies, self._deepest = settings.strategies, settings.max_depth
-        vocab_size = target.decoder.shape.vocab_size
-        self._most_tokens = {is_tree: settings.max_pass_tokens(vocab_size, is_tree) for is_tree in (False, True)}
+        self._most_tokens = settings.max_pass_tokens(target.decoder.shape.vocab_size)
         self._read_width = 1 + max(strategy.depth for strategy in settings.strategies)
         """Positions that the drafter reads in its graph; whatever else it has missed must have been read before."""
         self._tolerance = torch.zeros(1, device=device)
@@ -108,13 +106,13 @@ class GraphPasses:
                     self._draft_by_graph(torch.full((count,), self._rows.capacity, device=device), strategy)
         least = min((one.widest_pass for one in self._strategies if one.branching > 1), default=0)
         for width, largest, is_tree in (
-            (least, self._most_tokens[True], True),
+            (least, self._most_tokens.get(True, 0), True),
             (2, self._most_tokens[False], False),
             (1, self._rows.capacity, False),
         ):
             tokens = torch.zeros(1, width, dtype=torch.int64, device=device) if width > 1 else None
             drafts = DraftTable(tokens, [width], tokens if is_tree else None)
-            for count in graph_sizes(largest, self._most_tokens[is_tree], is_tree):
+            for count in graph_sizes(largest, self._most_tokens.get(is_tree, 0), is_tree):
                 if count >= width:
                     self.verify_and_commit(drafts, self._cache.make_span_layout(drafts.widths, count), truncates)
         seconds = time.perf_counter() - start
@@ -209,15 +207,17 @@ class GraphPasses:
         num_queries: int,
         truncates: bool,
     ) -> list[Tensor]:
-        lengths, longest = self._rows.lengths, self._deepest + 1
-        layout = SpanLayout.from_numbers(numbers, num_tokens, num_queries, len(lengths), longest)
-        spans, rows = self._rows.make_spans(layout, self._deepest, drafts), layout.rows
-        features, logits = self._target.forward(spans, ())
-        choice = self._choose(spans, self._mask_truncated_tokens(rows, logits) if truncates else logits)
-        accepted = self._target.accepted_path(spans, choice.token)
-        log_probs = self._log_probs(choice, rows, logits, truncates)[accepted.path]
-        outcome = self._target.commit(spans, accepted, features, log_probs, self._near_ties(choice, rows))
-        return [x for x in outcome if x is not None]
+        num_rows = len(self._rows.lengths)
+        layout = SpanLayout.from_numbers(numbers, num_tokens, num_queries, num_rows, self._deepest + 1)
+
+        def decide(spans: Spans, logits: Tensor) -> tuple[AcceptedPath, Tensor, Tensor]:
+            choice = self._choose(spans, self._mask_truncated_tokens(layout.rows, logits) if truncates else logits)
+            accepted = self._target.accepted_path(spans, choice.token)
+            log_probs = self._log_probs(choice, layout.rows, logits, truncates)
+            return accepted, log_probs[accepted.path], self._near_ties(choice, layout.rows)
+
+        spans = self._rows.make_spans(layout, self._deepest, drafts)
+        return [x for x in self._target.verify_and_commit(spans, (), decide) if x is not None]
 
     def _mask_truncated_tokens(self, rows: Tensor, logits: Tensor) -> Tensor:
         """Logits [T, used tokens] with -inf where a row's rule does not let it choose."""

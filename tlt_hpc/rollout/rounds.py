@@ -11,7 +11,7 @@ import numpy as np
 from tlt_hpc.common.records import NO_SPANS, EngineSpans
 from tlt_hpc.rollout.acceptance import DraftCounts
 from tlt_hpc.rollout.responses import Response
-from tlt_hpc.rollout.stored_text import StoredRow
+from tlt_hpc.rollout.stored_text import StoredText
 from tlt_hpc.rollout.strategy import STORED, Strategy
 
 
@@ -39,8 +39,8 @@ class RoundPlan:
 
     strategy: Strategy
     """Of the rows that do not draft from a stored text."""
-    stored: Mapping[int, StoredRow] = field(default_factory=dict)
-    """By row, what its stored text has."""
+    stored: Mapping[int, StoredText] = field(default_factory=dict)
+    """By row, the stored text that it drafts from."""
     stored_depth: int = 0
     """Most drafts from a stored text."""
     prepared_seconds: float = 0.0
@@ -77,15 +77,13 @@ class RoundResult:
     seconds: float
     """Seconds by which the round made the rollout longer."""
     phases: PhaseSeconds
-    num_guarded: int = 0
-    """Near-ties that the tie guard decided."""
-    is_sound: bool = True
+    is_sound: bool
     """False if the drafter took part and gave no numbers."""
-    is_measurement: bool = True
+    is_measurement: bool
     """True if seconds and tokens are typical of the strategy: the drafter is sound, and no graph was captured."""
-    is_typical: bool = True
+    is_typical: bool
     """True if the drafter had no backlog to read, so that the strategy will take as long again."""
-    overlapped: bool = False
+    overlapped: bool
     """True if the host works on the round while the device computes the next one."""
 
     @property
@@ -122,6 +120,7 @@ class EngineCounts:
     num_row_passes: int = 0
     """Sequences, summed over rounds: tokens divided by this is the accept length."""
     num_guarded: int = 0
+    """Near-ties that the tie guard decided."""
     num_preempted: int = 0
     num_drafter_faults: int = 0
     """Rounds in which the drafter gave no numbers."""
@@ -158,7 +157,6 @@ class EngineCounts:
             return
         self.num_tokens += num_tokens
         self.num_row_passes += sum(map(bool, result.num_tokens))
-        self.num_guarded += result.num_guarded
         self.seconds.add(result.phases)
         self.add_span([*self.strategies].index(result.plan.name), len(result.responses), num_tokens, seconds)
         if num_tokens and result.is_measurement:

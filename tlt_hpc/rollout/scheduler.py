@@ -16,7 +16,7 @@ from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rows import LiveRows
-from tlt_hpc.rollout.stored_text import StoredRow
+from tlt_hpc.rollout.stored_text import StoredText
 from tlt_hpc.rollout.transfer import swap_rows_in_place
 
 _MIN_DENSITY = 0.75
@@ -210,7 +210,7 @@ class Scheduler:
 
     # -- growth -------------------------------------------------------------------------------------------------
 
-    def has_room(self, num_slots: int, in_flight: int = 0) -> bool:
+    def has_room(self, num_slots: int, in_flight: int) -> bool:
         """True if every live row can write ``num_slots`` positions from its last token on without a preemption.
 
         ``in_flight``: tokens that a row may have got in rounds that have not been read yet.
@@ -271,17 +271,19 @@ class Scheduler:
         """True if any live row has a stored text."""
         return any(response.stored is not None for response in self.rows.responses)
 
-    def follow_stored_texts(self) -> dict[int, StoredRow]:
-        """Follow all stored texts, when all rounds have been read; returns what they have for which rows."""
-        found = dict[int, StoredRow]()
-        for row, response in enumerate(self.rows.responses):
-            if (text := response.stored) is None:
+    def follow_stored_texts(self) -> None:
+        """Move the cursors of all stored texts, when all rounds have been read."""
+        for response in self.rows.responses:
+            if response.stored is None:
                 continue
-            if text.follow_response(response.text, response.prompt_length, response.num_tokens_left):
-                found[row] = StoredRow(text.num_drafts, text.is_sure)
-            if text.is_spent:
+            response.stored.follow_response(response.text, response.prompt_length, response.num_tokens_left)
+            if response.stored.is_spent:
                 response.stored = None
-        return found
+
+    def stored_texts(self) -> dict[int, StoredText]:
+        """By row, the stored texts that have drafts for the next round."""
+        texts = enumerate(response.stored for response in self.rows.responses)
+        return {row: text for row, text in texts if text is not None and text.num_drafts}
 
     def _swap(self, one: int, other: int) -> None:
         """Exchange two rows."""

@@ -63,14 +63,15 @@ class EngineSettings:
         """Most positions from a row's last token on that a round may write."""
         return max(1 + self.stored_depth, *(strategy.num_slots for strategy in self.strategies))
 
-    def max_pass_tokens(self, vocab_size: int, is_tree: bool) -> int:
-        """Most tokens of a round's pass over chains, or one with trees; 0: there is none."""
-        widths = [one.widest_pass for one in self.strategies if (one.branching > 1) == is_tree]
-        if is_tree and not widths:
-            return 0
+    def max_pass_tokens(self, vocab_size: int) -> dict[bool, int]:
+        """Most tokens of a pass over chains (False) and, where a strategy has them, of one with trees (True)."""
         # spans of stored texts are long, so their logits are bounded
         stored = min((1 + self.stored_depth) * self.max_live, _STORED_LOGITS // vocab_size) if self.stored_texts else 0
-        return max(self.max_live * max(widths, default=1), stored)
+        found = {False: max(self.max_live, stored)}
+        for one in self.strategies:
+            is_tree = one.branching > 1
+            found[is_tree] = max(found.get(is_tree, stored), self.max_live * one.widest_pass)
+        return found
 
 
 def check_request(request: Request, params: SamplingParams, settings: EngineSettings, num_ids: int) -> None:

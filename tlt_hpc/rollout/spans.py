@@ -2,7 +2,8 @@
 
 A span begins with its row's last committed token, node 0; drafts follow, parents before their children, and siblings
 differ in their token. Where the spans lie is known on the host before anything is drafted. Pure tensor functions.
-Shapes: ``T`` tokens of a pass, ``B`` rows, ``N`` nodes of the widest span, ``m`` columns of the longest path.
+Shapes: ``T`` tokens of a pass, ``B`` rows that draft, ``R`` all rows, ``N`` nodes of the widest span, ``m`` columns of
+the longest path.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def group_by_width(widths: Sequence[int]) -> list[SpanGroup]:
 class SpanLayout:
     """Places of the spans of a pass over ``R`` rows, of which those that have no span get nothing."""
 
-    places: Tensor
+    index: Tensor
     """Of each token its row, the same but 0 for padding, its place in its span, and the index of its node 0 [4, T]."""
     num_rows: int
     longest: int
@@ -131,19 +132,18 @@ class SpanLayout:
     ) -> SpanLayout:
         """The layout with blocks of ``num_queries`` whose ``numbers`` are these."""
         by_token, by_slot = numbers[: 5 * num_tokens].view(5, -1), numbers[5 * num_tokens :].view(-1, num_queries)
-        places, slots = by_token[:4], by_token[4]
-        return cls(places, num_rows, longest, slot_of_token=slots, token_of_slot=by_slot, numbers=numbers)
+        return cls(by_token[:4], num_rows, longest, slot_of_token=by_token[4], token_of_slot=by_slot, numbers=numbers)
 
     # what follows from these is computed once for all passes of a layout
     @cached_property
     def rows(self) -> Tensor:
         """Row [T] of each token."""
-        return self.places[0]
+        return self.index[0]
 
     @cached_property
     def nodes(self) -> Tensor:
         """Place [T] of each token in its span."""
-        return self.places[2]
+        return self.index[2]
 
     @cached_property
     def places_after_length(self) -> Tensor:
@@ -153,17 +153,17 @@ class SpanLayout:
     @cached_property
     def table_index(self) -> tuple[Tensor, Tensor]:
         """Row and column [T] of each token in a table of drafts."""
-        return self.places[1], self.places[2]
+        return self.index[1], self.index[2]
 
     @cached_property
     def chain_parents(self) -> Tensor:
         """Index [T] of the token before each in its span; node 0 has its own."""
-        return self.places[3] + (self.nodes - 1).clamp(min=0)
+        return self.index[3] + (self.nodes - 1).clamp(min=0)
 
     @cached_property
     def roots(self) -> Tensor:
         """Index [T] of node 0 of each token's span."""
-        return self.places[3]
+        return self.index[3]
 
     @cached_property
     def first_tokens(self) -> Tensor:
@@ -181,8 +181,8 @@ class SpanLayout:
         return torch.where(self.nodes == 0, len(self.nodes), self.nodes)
 
     @cached_property
-    def chain_paths(self) -> Tensor:
-        """Index [R, m] of the nodes of each row's chain; entries beyond its width are meaningless."""
+    def span_nodes(self) -> Tensor:
+        """Index [R, m] of the nodes of each row's span; entries beyond its width are meaningless."""
         columns = torch.arange(self.longest, device=self.rows.device)
         # those beyond a row's width are another row's, and the last ones would lie outside
         return (self.first_tokens.unsqueeze(1) + columns).clamp(max=len(self.rows) - 1)
@@ -217,11 +217,11 @@ class LayoutCache:
 def make_span_layout(groups: Sequence[SpanGroup], device: torch.device) -> SpanLayout:
     """The layout of spans that lie in the order of ``groups``."""
     num_rows, longest = sum(len(group.rows) for group in groups), max(group.width for group in groups)
-    return SpanLayout(upload(span_places(groups), device), num_rows, longest, groups)
+    return SpanLayout(upload(span_index(groups), device), num_rows, longest, groups)
 
 
-def span_places(groups: Sequence[SpanGroup], num_tokens: int = 0, spare_row: int = 0) -> NDArray[np.int64]:
-    """The places [4, T] of a layout that is filled up to ``num_tokens`` with tokens of ``spare_row``."""
+def span_index(groups: Sequence[SpanGroup], num_tokens: int = 0, spare_row: int = 0) -> NDArray[np.int64]:
+    """The ``index`` [4, T] of a layout that is filled up to ``num_tokens`` with tokens of ``spare_row``."""
     order = [row for group in groups for row in group.rows]
     widths = np.array([group.width for group in groups for _ in group.rows], np.int64)
     starts, total = np.cumsum(widths) - widths, int(widths.sum())
@@ -246,7 +246,7 @@ class Spans:
     parents: Tensor
     """Index of each node's parent; node 0 is its own."""
     places: Tensor
-    """Place of each node's keys and values after its row's committed ones."""
+    """Position at which each node's keys and values are kept during the pass: after its row's committed ones."""
     positions: Tensor
     """Position of each node in a text that takes the path to it; in a chain its place."""
     deepest: int
@@ -294,16 +294,16 @@ class Walk:
     """Of trees the nodes on it, a mask [T]."""
 
 
-def walk(chosen: Tensor, spans: Spans) -> Walk:
+def walk(choices: Tensor, spans: Spans) -> Walk:
     """The paths along the target's choices [T]."""
     layout = spans.layout
     if layout.longest == 1:
-        return Walk(layout.chain_paths, layout.widths - 1, None)
-    found = spans.tokens == chosen[spans.parents]
+        return Walk(layout.span_nodes, layout.widths - 1, None)
+    found = spans.tokens == choices[spans.parents]
     if not spans.is_tree:  # up to the first wrong one
         wrong = torch.where(found, len(found), layout.wrong_nodes)
         reached = layout.widths.clone().scatter_reduce_(0, layout.rows, wrong, "amin")
-        return Walk(layout.chain_paths, reached - 1, None)
+        return Walk(layout.span_nodes, reached - 1, None)
     found, jump = found | (layout.nodes == 0), spans.parents
     for _ in range(spans.deepest.bit_length()):
         found, jump = found & found[jump], jump[jump]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 SURE = 16
 """Tokens in agreement from which on a cursor is taken to stand in the right place."""
@@ -22,14 +21,6 @@ _MAX_PLACES = 64
 """Places that are compared there, the nearest ones: a text that repeats itself to its end has thousands."""
 _GIVEN_UP = 64
 """Tokens after which a cursor that is lost stays so."""
-
-
-@dataclass(frozen=True)
-class StoredRow:
-    """Drafts that a stored text has for a row: their number, and whether its cursor is surely in the right place."""
-
-    num_drafts: int
-    is_sure: bool
 
 
 class StoredText:

@@ -1,13 +1,13 @@
 """One pass of the target over the spans of the rows: forward, the walk along its choices, and what is kept of it.
 
-Tensors alone, and no look at them: what graphs capture is made of these parts.
-Knows neither how drafts come about nor how a token is chosen.
+Looks at no tensor's numbers, so that graphs can capture it. Knows neither how drafts come about nor how a token is
+chosen.
 Shapes: ``T`` tokens of a pass, ``R`` rows, ``m`` columns of the longest path, ``V`` vocabulary, ``F`` features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,8 +21,8 @@ from tlt_hpc.rollout.scheduler import PrefillChunk
 from tlt_hpc.rollout.spans import Spans, Walk, emitted_counts, walk
 from tlt_hpc.rollout.transfer import upload
 
-NUM_FIGURES = 3
-"""Numbers of a row's outcome beside its tokens: their count, drafts accepted, end or near-tie."""
+NUM_FIGURES = 4
+"""Numbers of a row's outcome beside its tokens: their count, drafts accepted, and 1 for an end token and a near-tie."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,6 @@ class AcceptedPath:
     """The accepted path of each row, and what it emits."""
 
     walk: Walk
-    choices: Tensor
-    """The target's choice at each node [T]."""
     chosen: Tensor
     """Choices along the path [R, m]."""
     counts: Tensor
@@ -54,13 +52,17 @@ class PassOutcome(NamedTuple):
     """What a pass has given the rows."""
 
     figures: Tensor
-    """[R, m + NUM_FIGURES]: choices along the longest path, how many of them count, drafts accepted, and 1 for an end
-    token, 2 for a near-tie among them, 3 for both.
-    """
+    """Choices along the path [R, m], of which as many count as the next column says, and the other ``NUM_FIGURES``."""
     log_probs: Tensor
     """Of these choices [R, m]."""
     on_path: Tensor | None = None
     """Of trees the nodes on the path, a mask [T]."""
+
+
+Decide = Callable[[Spans, Tensor], tuple[AcceptedPath, Tensor, Tensor | None]]
+"""From a pass's spans and logits [T, V]: the accepted path, the log-probs [R, m] of its choices, and a mask [T] of the
+choices that are in doubt, if any may be left.
+"""
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,20 @@ class TargetPass:
         if cache.features is not None:
             cache.features[cache.slots_of_positions(positions, tables).flatten()] = features
 
-    def forward(self, spans: Spans, layouts: Sequence[Layout | None]) -> tuple[Tensor, Tensor]:
-        """Features to keep [T, F] and logits [T, V] at every node; ``layouts``: of the rows of each group of spans."""
+    def verify_and_commit(self, spans: Spans, layouts: Sequence[Layout | None], decide: Decide) -> PassOutcome:
+        """Verify the drafts of spans and commit what is accepted; ``layouts``: of the rows of each group of spans."""
         attend = self.cache.make_span_attention(spans, layouts)
         hidden, features = self.decoder.features(
             spans.tokens.clamp(min=0), spans.positions, attend, self.feature_layers
         )
-        return features, self.decoder.logits(hidden)
+        accepted, log_probs, near_ties = decide(spans, self.decoder.logits(hidden))
+        self._keep_path(spans, accepted, features)
+        self.rows.append_tokens(accepted.chosen, accepted.counts)
+        is_doubtful = torch.zeros_like(accepted.ended)
+        if near_ties is not None:
+            is_doubtful = (near_ties[accepted.path] & accepted.is_emitted).any(1)
+        figures = torch.stack((accepted.counts, accepted.walk.accepted, accepted.ended, is_doubtful), 1)
+        return PassOutcome(torch.cat([accepted.chosen, figures], 1), log_probs, accepted.walk.on_path)
 
     def accepted_path(self, spans: Spans, choices: Tensor) -> AcceptedPath:
         """The path through the target's choices [T]."""
@@ -105,31 +114,16 @@ class TargetPass:
         chosen = choices[found.path]
         room = rows.caps[:num_rows] - rows.lengths[:num_rows]
         counts, ended = emitted_counts(chosen, found.accepted, room, rows.ends)
-        return AcceptedPath(found, choices, chosen, counts, ended)
+        return AcceptedPath(found, chosen, counts, ended)
 
-    def commit(
-        self,
-        spans: Spans,
-        accepted: AcceptedPath,
-        features: Tensor,
-        log_probs: Tensor,
-        near_ties: Tensor | None = None,
-    ) -> PassOutcome:
-        """Put the path's keys and values where a chain would have them; keep features and tokens.
-
-        ``near_ties``: nodes whose choice is in doubt, a mask [T].
-        """
+    def _keep_path(self, spans: Spans, accepted: AcceptedPath, features: Tensor) -> None:
+        """Put the path's keys and values where a chain would have them, and keep the features [T, F]."""
         cache, rows, on_path = self.cache, spans.layout.rows, accepted.walk.on_path
-        if on_path is not None or cache.features is not None:
-            slots = cache.slots_of_tokens(rows, spans.positions)
-            if on_path is not None:  # a node off the path would overwrite the one on it
-                slots = torch.where(on_path, slots, cache.spare_slot)
-                cache.copy_slots(cache.slots_of_tokens(rows, spans.places), slots)
-            if cache.features is not None:
-                cache.features[slots] = features
-        self.rows.append_tokens(accepted.chosen, accepted.counts)
-        flags = accepted.ended.long()
-        if near_ties is not None:
-            flags += 2 * (near_ties[accepted.path] & accepted.is_emitted).any(1)
-        figures = torch.stack((accepted.counts, accepted.walk.accepted, flags), 1)
-        return PassOutcome(torch.cat([accepted.chosen, figures], 1), log_probs, on_path)
+        if on_path is None and cache.features is None:
+            return
+        slots = cache.slots_of_tokens(rows, spans.positions)
+        if on_path is not None:  # a node off the path would overwrite the one on it
+            slots = torch.where(on_path, slots, cache.spare_slot)
+            cache.copy_slots(cache.slots_of_tokens(rows, spans.places), slots)
+        if cache.features is not None:
+            cache.features[slots] = features

@@ -92,7 +92,7 @@ class PlannedEngine:
         """Bytes that the widest pass and the choice of its tokens take temporarily."""
         rollout, shape = self.situation.config.rollout, self.part
         vocab_size, item = shape.vocab_size, self.situation.decoding_bytes_per_number
-        rows = max(self.settings.max_pass_tokens(vocab_size, is_tree) for is_tree in (False, True))
+        rows = max(self.settings.max_pass_tokens(vocab_size).values())
         tokens = max(rows, min(rollout.prefill_tokens, rollout.max_live * self.settings.max_prompt_tokens))
         h, q = shape.hidden_size, shape.num_heads * shape.head_dim
         qkv = q + 2 * shape.num_kv_heads * shape.head_dim
@@ -111,7 +111,7 @@ class PlannedEngine:
 
     def _attention_partials_bytes(self) -> int:
         """What attention on a GPU keeps of spans of sequences until they are joined, in a pass over drafts."""
-        tokens = max(self.settings.max_pass_tokens(self.part.vocab_size, is_tree) for is_tree in (False, True))
+        tokens = max(self.settings.max_pass_tokens(self.part.vocab_size).values())
         # each row has a block of queries that is not filled
         block = max(1, _TILE_ROWS * self.part.num_kv_heads // self.part.num_heads)
         queries = (tokens + self.sizes.num_rows * block) * self.part.num_heads
