@@ -94,16 +94,19 @@ class Sequences:
                 pool[table[row, at // size], at % size] = held[sequence][positions]
             pools.append(pool)
         paths = torch.tensor([[path + [0] * (widest - len(path)) for path in row] for row in own], dtype=torch.int32)
-        return attention.paged_attention(
-            query,
+        count = query.shape[:2]
+        found = attention.paged_attention(
+            query.flatten(0, 1),
             *pools,
             table.int(),
             torch.tensor(committed, dtype=torch.int32),
             torch.tensor([[len(path) for path in row] for row in own], dtype=torch.int32),
+            torch.arange(count.numel(), dtype=torch.int32).view(count),
             paths if tree else None,
             by_span=source.random() < 0.5,
             window=self.window,
         )
+        return found.view(*count, -1)
 
 
 def attention_case(source: random.Random) -> None:

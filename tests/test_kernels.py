@@ -197,10 +197,15 @@ def random_paths(N: int, seed: int) -> tuple[Tensor, Tensor]:
     return filled, torch.tensor([len(path) for path in paths], dtype=torch.int32)
 
 
+def order_of_tokens(seen: Tensor) -> Tensor:
+    """Tokens of queries [B, N], not in the order of the queries."""
+    return torch.randperm(seen.numel(), generator=torch.Generator().manual_seed(5)).view(seen.shape).to(torch.int32)
+
+
 def attention_case(
     B: int, N: int, h: int, g: int, d: int, page_size: int, longest: int, dtype: torch.dtype, kind: str
 ) -> dict[str, Tensor]:
-    """Rows of very different lengths in shuffled pages; slots beyond a row's nodes hold NaN."""
+    """Rows of very different lengths in shuffled pages, tokens in any order; slots beyond a row's nodes hold NaN."""
     M = -(-(longest + N) // page_size)
     order = torch.randperm(B * M + 2, generator=torch.Generator().manual_seed(B + N))
     lengths = [longest, 0, longest // 3, 1][:B] + [longest // 2] * (B - 4)
@@ -213,8 +218,9 @@ def attention_case(
     paths, seen = zip(*(random_paths(N, seed) for seed in range(B)), strict=True)
     chain = (torch.arange(N, dtype=torch.int32) + 1).repeat(B, 1)
     own = {"seen": chain} if kind == "chain" else {"seen": torch.stack(seen), "paths": torch.stack(paths)}
+    own["tokens"] = order_of_tokens(own["seen"])
     return {
-        "query": draw(B, N, h, d, dtype=dtype),
+        "query": draw(B * N, h, d, dtype=dtype),
         "key_pages": key,
         "value_pages": value,
         "page_table": table.to(DEVICE, torch.int32),
@@ -223,11 +229,20 @@ def attention_case(
     }
 
 
+def with_empty_block(case: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The case with a further sequence, none of whose queries takes part."""
+    more = {
+        name: torch.cat([x, x[:1]]) for name, x in case.items() if name not in ("query", "key_pages", "value_pages")
+    }
+    more["seen"][-1] = -1
+    return case | more
+
+
 def by_definition(case: dict[str, Tensor], window: int = 0) -> Tensor:
     """Attention of each query by itself."""
     query, table = case["query"].double(), case["page_table"].long()
-    B, N, h, d = query.shape
-    out = torch.zeros(B, N, h, d, dtype=torch.float64)
+    (B, N), (_, h, d) = case["seen"].shape, query.shape
+    out = torch.zeros(B * N, h, d, dtype=torch.float64)
     for row in range(B):
         keys, values = (case[name][table[row]].flatten(0, 1).double() for name in ("key_pages", "value_pages"))
         for i in range(N):
@@ -237,9 +252,10 @@ def by_definition(case: dict[str, Tensor], window: int = 0) -> Tensor:
             if slots:
                 group = h // keys.shape[1]
                 key, value = (x[slots].repeat_interleave(group, 1) for x in (keys, values))
-                score = torch.einsum("hd,shd->hs", query[row, i], key) / math.sqrt(d)
-                out[row, i] = torch.einsum("hs,shd->hd", score.softmax(1), value)
-    return out.flatten(2)
+                token = int(case["tokens"][row, i])
+                score = torch.einsum("hd,shd->hs", query[token], key) / math.sqrt(d)
+                out[token] = torch.einsum("hs,shd->hd", score.softmax(1), value)
+    return out.flatten(1)
 
 
 CASES = [  # (B, N, h, g, d, page_size, longest), window, tall tiles
@@ -273,8 +289,8 @@ def test_programs_share_the_spans_of_all_sequences(triton, N, B, kind, window, m
     for num_processors, by_span, num_bytes in ((1, True, 2**29), (66, True, 2**29), (2, False, 2**29), (2, True, 9)):
         monkeypatch.setattr(programs, "num_multiprocessors", lambda x, number=num_processors: number)
         monkeypatch.setattr(attention, "PARTIAL_BYTES", num_bytes)
-        found.append(attention.paged_attention(**case, by_span=by_span, window=window).view(torch.int32))
-    assert_close(found[0].view(torch.float32), wanted, torch.float32, scale=2.0)
+        found.append(attention.paged_attention(**with_empty_block(case), by_span=by_span, window=window))
+    assert_close(found[0], wanted, torch.float32, scale=2.0)
     assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
@@ -294,7 +310,8 @@ def test_paged_attention(triton, monkeypatch, sizes, window, tall, kind, by_span
     got = attention.paged_attention(**case, by_span=by_span, window=window)
     assert got.shape == wanted.shape and got.dtype == dtype
     assert_close(got, wanted, dtype, scale=2.0)
-    assert_close(attention.paged_attention_reference(**case, window=window), wanted, dtype, scale=2.0)
+    reference = attention.paged_attention_reference(**with_empty_block(case), window=window)
+    assert_close(reference, wanted, dtype, scale=2.0)
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)

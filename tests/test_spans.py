@@ -116,7 +116,7 @@ def test_blocks_hold_each_token_once_and_none_of_two_rows(widths, missing, num_q
     total = max(1, sum(widths) + missing)
     layout = make_block_layout(widths, total, 13, num_queries, CPU)
     slots = layout.token_of_slot.flatten()
-    assert slots[layout.slot_of_token].tolist() == list(range(total)) and int((slots >= 0).sum()) == total
+    assert sorted(slots[slots >= 0].tolist()) == list(range(total))
     for block in layout.token_of_slot:
         used = block[block >= 0]
         assert (block[: len(used)] == used).all() and len(set(layout.roots[used].tolist()) | {0}) <= 1 + len(used)

@@ -185,14 +185,15 @@ def attention_case(
     table = torch.zeros(B, M, dtype=torch.int32)
     table[torch.arange(M) < num_pages.unsqueeze(1)] = torch.randperm(int(num_pages.sum())).int()
     table, committed = table.to(device), lengths.to(device)
-    query = draw(B, N, HEADS, HEAD_DIM, dtype=dtype, device=device)
+    query = draw(B * N, HEADS, HEAD_DIM, dtype=dtype, device=device)
+    tokens = torch.arange(B * N, dtype=torch.int32, device=device).view(B, N)
     seen, paths = torch.arange(1, N + 1, device=device).expand(B, -1).int().contiguous(), None
     if kind == "tree":  # of two branches
         paths = torch.zeros(B, N, N, dtype=torch.int32, device=device)
         for i in range(N):
             paths[:, i, : i // 2 + 1] = torch.arange(i % 2, i + 1, 2, device=device)
         seen = (torch.arange(N, device=device) // 2 + 1).expand(B, -1).int().contiguous()
-    arguments = (query, pages[0], pages[1], table, committed, seen, paths)
+    arguments = (query, pages[0], pages[1], table, committed, seen, tokens, paths)
     form = "" if by_span is None else " by span" if by_span else " whole"
     form += f" window={window}" if window else ""
     form += f" longest={longest}" if longest else ""
@@ -308,18 +309,19 @@ def check_rows(device: torch.device) -> bool:
     length, size = 3000, 64
     keys, values = (draw(64, size, KV_HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(2))
     table = torch.randperm(64, device=device).int().unsqueeze(0)
-    query = draw(1, 64, HEADS, HEAD_DIM, dtype=dtype, device=device)
+    query = draw(64, HEADS, HEAD_DIM, dtype=dtype, device=device)
 
     def read(first: int, count: int, by_span: bool) -> Tensor:
         committed = torch.tensor([length + first], dtype=torch.int32, device=device)
         seen = torch.arange(1, count + 1, device=device).int().unsqueeze(0)
-        part = query[:, first : first + count].contiguous()
-        return attention.paged_attention(part, keys, values, table, committed, seen, by_span=by_span)
+        return attention.paged_attention(
+            query[first : first + count], keys, values, table, committed, seen, seen - 1, by_span=by_span
+        )
 
-    alone = torch.cat([read(i, 1, False) for i in range(64)], 1)
+    alone = torch.cat([read(i, 1, False) for i in range(64)])
     for count, by_span in itertools.product((1, 2, 5, 16, 64), (False, True)):
-        right &= torch.equal(torch.cat([read(i, count, by_span) for i in range(0, 65 - count, count)], 1),
-                             alone[:, : 64 // count * count])  # fmt: skip
+        right &= torch.equal(torch.cat([read(i, count, by_span) for i in range(0, 65 - count, count)]),
+                             alone[: 64 // count * count])  # fmt: skip
     print(f"rows: {'the same bits in every pass' if right else 'NOT batch-invariant'}")
     return right
 

@@ -1,9 +1,9 @@
 """Attention of chains and draft trees over paged keys and values. Knows no page allocation and no layer.
 
 A query's result has the same bits in every pass: alone, among drafts, in a chunk of a prompt, as a node of a tree.
-Shapes: ``B`` sequences, ``N`` queries of each, ``h`` query heads, ``g`` key-value heads, ``d`` head size, ``M`` pages
-of a sequence, ``W`` nodes of the longest path. Slot s of a sequence is in page ``page_table[s // page_size]`` at offset
-``s % page_size``.
+Shapes: ``B`` sequences, ``N`` queries of each, ``T`` tokens, ``h`` query heads, ``g`` key-value heads, ``d`` head size,
+``M`` pages of a sequence, ``W`` nodes of the longest path. Slot s of a sequence is in page ``page_table[s //
+page_size]`` at offset ``s % page_size``.
 """
 
 from __future__ import annotations
@@ -36,33 +36,36 @@ def paged_attention(
     page_table: Tensor,
     committed: Tensor,
     seen: Tensor,
+    tokens: Tensor,
     paths: Tensor | None = None,
     by_span: bool | None = None,
     window: int = 0,
 ) -> Tensor:
     """Attend from each query to the committed slots, and to the first ``seen`` ones after them or on its path.
 
-    query [B, N, h, d], key_pages and value_pages [num_pages, page_size, g, d], page_table [B, M] int32, committed [B]
-    int32, seen [B, N] int32, paths [B, N, W] int32: in a tree, query i sees the slots ``committed + paths[i, t]`` for
-    t < seen[i]; without paths ``committed + t`` -> [B, N, h * d].
-    With a ``window`` above 0 a query sees the last so many of these alone. One that sees nothing gives
-    zeros, as does one whose ``seen`` is -1, which takes no part.
+    query [T, h, d], key_pages and value_pages [num_pages, page_size, g, d], page_table [B, M] int32, committed [B]
+    int32, seen and tokens [B, N] int32, paths [B, N, W] int32: in a tree, query i sees the slots ``committed +
+    paths[i, t]`` for t < seen[i]; without paths ``committed + t`` -> [T, h * d]. The query of sequence b at place i is
+    that of token ``tokens[b, i]``, and there is none where ``seen`` is -1; each token is one's.
+    With a ``window`` above 0 a query sees the last so many of these alone. One that sees nothing gives zeros.
     A query of a chain sees at most N slots beyond the committed ones, one of a tree at most W.
     ``by_span``: programs share the spans of all sequences rather than each reading a sequence; None chooses by shape.
     On a GPU nothing is read back, so it can be captured in a graph.
     """
-    B, N, h, d = query.shape
+    (B, N), (_, h, d) = seen.shape, query.shape
     assert N <= MAX_QUERIES and key_pages.shape == value_pages.shape and key_pages.shape[3] == d
-    assert h % key_pages.shape[2] == 0 and seen.shape == (B, N) and seen.is_contiguous()
+    assert h % key_pages.shape[2] == 0 and tokens.shape == seen.shape
+    assert seen.is_contiguous() and tokens.is_contiguous()
     assert committed.shape == (B,) == page_table.shape[:1]
-    assert page_table.dtype == committed.dtype == seen.dtype == torch.int32
+    assert page_table.dtype == committed.dtype == seen.dtype == tokens.dtype == torch.int32
     assert paths is None or (paths.shape[:2] == (B, N) and paths.dtype == torch.int32 and paths.is_contiguous())
-    assert query.stride()[2:] == key_pages.stride()[2:] == value_pages.stride()[2:] == (d, 1)
+    assert query.stride()[1:] == key_pages.stride()[2:] == value_pages.stride()[2:] == (d, 1)
     if not runs_triton(query):
-        return paged_attention_reference(query, key_pages, value_pages, page_table, committed, seen, paths, window)
+        given = query, key_pages, value_pages, page_table, committed, seen, tokens, paths
+        return paged_attention_reference(*given, window)
     from tlt_hpc.kernels.programs import attention
 
-    given = query, key_pages, value_pages, page_table, committed, seen, paths
+    given = query, key_pages, value_pages, page_table, committed, seen, tokens, paths
     return attention.paged_attention(*given, by_span, window, PARTIAL_BYTES)
 
 
@@ -73,6 +76,7 @@ def paged_attention_reference(
     page_table: Tensor,
     committed: Tensor,
     seen: Tensor,
+    tokens: Tensor,
     paths: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:
@@ -80,7 +84,7 @@ def paged_attention_reference(
 
     Arguments and result as ``paged_attention``.
     """
-    B, N, h, d = query.shape
+    (B, N), (_, h, d) = seen.shape, query.shape
     page_size, g = key_pages.shape[1], key_pages.shape[2]
     longest = int((committed + seen.amax(1)).max()) if B and N else 0
     place = torch.arange(longest, device=query.device)
@@ -100,7 +104,7 @@ def paged_attention_reference(
         pool[pages, slots % page_size].masked_fill(~inside.view(B, 1, -1, 1, 1), 0).to(wide)
         for pool in (key_pages, value_pages)
     )  # [B, 1 or N, S, g, d]; slots beyond may hold NaN
-    grouped = query.view(B, N, g, -1, d).to(wide)
+    grouped = query[tokens].view(B, N, g, -1, d).to(wide)
     if paths is None:
         score = torch.einsum("bngrd,bsgd->bngrs", grouped, key[:, 0]) * d**-0.5
     else:
@@ -111,4 +115,6 @@ def paged_attention_reference(
         mixed = torch.einsum("bngrs,bsgd->bngrd", weights, value[:, 0])
     else:
         mixed = torch.einsum("bngrs,bnsgd->bngrd", weights, value)
-    return mixed.to(query.dtype).reshape(B, N, h * d)
+    out, real = query.new_zeros(len(query), h * d), seen >= 0
+    out[tokens[real]] = mixed.to(query.dtype).reshape(B, N, h * d)[real]
+    return out

@@ -8,7 +8,6 @@ Shapes: as in ``kv_cache``, and ``N`` queries of a block, ``h`` query heads, ``M
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -131,7 +130,7 @@ class _PassAttend(FusedAttend):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueryBlocks(ABC):
+class QueryBlocks:
     """The queries of a pass as the kernels take them: blocks of ``N``, each treated as a separate sequence."""
 
     table: Tensor
@@ -140,6 +139,8 @@ class QueryBlocks(ABC):
     """[blocks] int32"""
     seen: Tensor
     """[blocks, N] int32: how many slots from ``committed`` on a query sees, or of its path; -1 where there is none."""
+    tokens: Tensor
+    """Token [blocks, N] int32 of each query, any token where there is none."""
     paths: Tensor | None = None
     """In trees each query's ancestors and itself [blocks, N, W] int32, in slots after ``committed``."""
 
@@ -148,88 +149,33 @@ class QueryBlocks(ABC):
 
         With a ``window`` above 0 a query sees as many positions, its own included.
         """
-        blocks = self._to_blocks(query)
-        out = paged_attention(blocks, keys, values, self.table, self.committed, self.seen, self.paths, window=window)
-        return self._to_tokens(out)
-
-    @abstractmethod
-    def _to_blocks(self, query: Tensor) -> Tensor:
-        """query [T, h, d] -> [blocks, N, h, d]."""
-
-    @abstractmethod
-    def _to_tokens(self, out: Tensor) -> Tensor:
-        """The inverse for [blocks, N, h * d]."""
+        given = self.table, self.committed, self.seen, self.tokens, self.paths
+        return paged_attention(query, keys, values, *given, window=window)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowBlocks(QueryBlocks):
-    """Of a pass with as many queries for each row; a row has one block or, in a long chain, several."""
-
-    num_rows: int
-    num_queries: int
-    """Queries of a row; its blocks may hold more, which are dropped."""
-
-    def _to_blocks(self, query: Tensor) -> Tensor:
-        num_blocks, width = self.seen.shape
-        by_row = query.view(self.num_rows, self.num_queries, *query.shape[1:])
-        missing = num_blocks * width // self.num_rows - self.num_queries
-        if missing:
-            by_row = F.pad(by_row, (0, 0, 0, 0, 0, missing))
-        return by_row.view(num_blocks, width, *query.shape[1:])
-
-    def _to_tokens(self, out: Tensor) -> Tensor:
-        return out.view(self.num_rows, -1, out.shape[2])[:, : self.num_queries].flatten(0, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpanBlocks(QueryBlocks):
-    """Of a pass over spans; some slots of the blocks are empty."""
-
-    slot_of_token: Tensor
-    token_of_slot: Tensor
-    """Token [blocks * N] of each slot, any token in an empty one."""
-
-    def _to_blocks(self, query: Tensor) -> Tensor:
-        return query[self.token_of_slot].view(*self.seen.shape, *query.shape[1:])
-
-    def _to_tokens(self, out: Tensor) -> Tensor:
-        return out.flatten(0, 1)[self.slot_of_token]
-
-
-def span_blocks(spans: Spans, tables: Tensor) -> SpanBlocks:
+def span_blocks(spans: Spans, tables: Tensor) -> QueryBlocks:
     """Blocks of the queries of spans; tables [R, M] int32, the last row's for empty blocks.
 
     What precedes a block of a chain is committed to it; in a tree a block sees the nodes of its span by their paths.
     """
     layout, places = spans.layout, spans.places
-    assert layout.slot_of_token is not None and layout.token_of_slot is not None
+    assert layout.token_of_slot is not None
     used, token = layout.token_of_slot >= 0, layout.token_of_slot.clamp(min=0)
     first = token[:, 0]
     table = tables[torch.where(used[:, 0], layout.rows[first], len(tables) - 1)]
     if not spans.is_tree:
         committed = torch.where(used[:, 0], places[first], 0).int()
         seen = places[token] - committed.unsqueeze(1) + 1
-        return SpanBlocks(
-            table=table,
-            committed=committed,
-            seen=torch.where(used, seen, -1).int(),
-            slot_of_token=layout.slot_of_token,
-            token_of_slot=token.flatten(),
-        )
+        seen = torch.where(used, seen, -1).int()
+        return QueryBlocks(table=table, committed=committed, seen=seen, tokens=token.int())
     committed = torch.where(used[:, 0], places[first] - layout.nodes[first], 0).int()
     nodes = torch.arange(min(MAX_QUERIES, len(places)), device=places.device)
     sees = (spans.visible_nodes()[token].unsqueeze(2) >> nodes & 1).bool() & used.unsqueeze(2)
     # a node's ancestors come before it, so in ascending order they are its path
     order = torch.where(sees, nodes, len(nodes)).sort(2).values
     paths = torch.where(order < len(nodes), order, 0).int()
-    return SpanBlocks(
-        table=table,
-        committed=committed,
-        seen=torch.where(used, sees.sum(2), -1).int(),
-        paths=paths,
-        slot_of_token=layout.slot_of_token,
-        token_of_slot=token.flatten(),
-    )
+    seen = torch.where(used, sees.sum(2), -1).int()
+    return QueryBlocks(table=table, committed=committed, seen=seen, tokens=token.int(), paths=paths)
 
 
 def make_block_layout(
@@ -244,32 +190,30 @@ def make_block_layout(
     each = -(-all_widths // num_queries)
     num_blocks = num_tokens if num_queries == 1 else min(num_tokens, num_rows) + 1 + num_tokens // num_queries
     starts = np.repeat(np.cumsum(each) - each, all_widths) * num_queries
-    slot_of_token = starts + np.arange(num_tokens) - np.repeat(np.cumsum(all_widths) - all_widths, all_widths)
     token_of_slot = np.full(num_blocks * num_queries, -1)
-    token_of_slot[slot_of_token] = np.arange(num_tokens)
-    numbers = upload(np.concatenate((places.flatten(), slot_of_token, token_of_slot)), device)
+    within = np.arange(num_tokens) - np.repeat(np.cumsum(all_widths) - all_widths, all_widths)
+    token_of_slot[starts + within] = np.arange(num_tokens)
+    numbers = upload(np.concatenate((places.flatten(), token_of_slot)), device)
     return SpanLayout.from_numbers(numbers, num_tokens, num_queries, num_rows, max(widths, default=1))
 
 
-def chain_blocks(positions: Tensor, table: Tensor) -> RowBlocks:
+def chain_blocks(positions: Tensor, table: Tensor) -> QueryBlocks:
     """Queries that see the positions up to their own: positions [B, n], table [B, M] int32.
 
     In a row each position is the one before it plus one, or that one again (a row with less to do repeats its last).
     """
     num_rows, n = positions.shape
     width = min(MAX_QUERIES, n)
-    if n % width:
-        positions = F.pad(positions, (0, -n % width))
-        positions[:, n:] = positions[:, n - 1 : n]
-    blocks = positions.reshape(-1, width)
-    first = blocks[:, :1]
-    each = len(blocks) // num_rows
+    tokens = torch.arange(num_rows * n, dtype=torch.int32, device=positions.device).view(num_rows, n)
+    missing = -n % width
+    first = positions[:, ::width].reshape(-1, 1)
+    blocks, tokens = (F.pad(x, (0, missing), value=-1).reshape(-1, width) for x in (positions, tokens))
+    seen, each = torch.where(tokens >= 0, blocks - first + 1, -1).int(), len(blocks) // num_rows
     table = table.repeat_interleave(each, 0) if each > 1 else table
-    committed, seen = first.flatten().int(), (blocks - first + 1).int()
-    return RowBlocks(table=table, committed=committed, seen=seen, num_rows=num_rows, num_queries=n)
+    return QueryBlocks(table=table, committed=first.flatten().int(), seen=seen, tokens=tokens.clamp(min=0))
 
 
-def tree_blocks(committed: Tensor, ancestors: Tensor, table: Tensor) -> RowBlocks:
+def tree_blocks(committed: Tensor, ancestors: Tensor, table: Tensor) -> QueryBlocks:
     """Queries that see their ancestors: committed [B], ancestors [B, n, N] with n at most 64, table [B, M].
 
     A row without any position before its tree may give the root the position -1: no key stands there.
@@ -281,4 +225,5 @@ def tree_blocks(committed: Tensor, ancestors: Tensor, table: Tensor) -> RowBlock
     order = torch.where(sees, slots.unsqueeze(1), num_nodes).sort(2).values
     paths = torch.where(order < num_nodes, order, 0).int()
     committed, seen = committed.clamp(min=0).int(), sees.sum(2).int()
-    return RowBlocks(table=table, committed=committed, seen=seen, paths=paths, num_rows=num_rows, num_queries=n)
+    tokens = torch.arange(num_rows * n, dtype=torch.int32, device=paths.device).view(num_rows, n)
+    return QueryBlocks(table=table, committed=committed, seen=seen, tokens=tokens, paths=paths)

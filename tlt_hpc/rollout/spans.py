@@ -119,10 +119,8 @@ class SpanLayout:
     longest: int
     """Columns of a path: no span is longer, if it is a chain."""
     groups: Sequence[SpanGroup] = ()
-    slot_of_token: Tensor | None = None
-    """Place [T] of each token among the slots of blocks of queries, for attention that is computed block by block."""
     token_of_slot: Tensor | None = None
-    """Token of each slot [blocks, W]; -1: none."""
+    """Token of each slot of blocks of queries [blocks, W], for attention that is computed by block; -1: none."""
     numbers: Tensor | None = None
     """These tensors as one, for a graph, which copies its inputs."""
 
@@ -131,8 +129,8 @@ class SpanLayout:
         cls, numbers: Tensor, num_tokens: int, num_queries: int, num_rows: int, longest: int
     ) -> SpanLayout:
         """The layout with blocks of ``num_queries`` whose ``numbers`` are these."""
-        by_token, by_slot = numbers[: 5 * num_tokens].view(5, -1), numbers[5 * num_tokens :].view(-1, num_queries)
-        return cls(by_token[:4], num_rows, longest, slot_of_token=by_token[4], token_of_slot=by_slot, numbers=numbers)
+        index, slots = numbers[: 4 * num_tokens].view(4, -1), numbers[4 * num_tokens :].view(-1, num_queries)
+        return cls(index, num_rows, longest, token_of_slot=slots, numbers=numbers)
 
     # what follows from these is computed once for all passes of a layout
     @cached_property

@@ -6,8 +6,8 @@ result for every SPAN slots, and the partial results are joined in order. So a r
 order in any pass, whether one program takes all its spans or many take one at a time.
 All tiles have the same shape, so that sums within a tile are alike too, and the compiler fuses no multiplication with
 an addition, which it would do differently from program to program.
-Shapes: ``B`` sequences, ``N`` queries of each, ``h`` query heads, ``g`` key-value heads, ``G`` = h / g, ``d`` head
-size. Rows of a sequence and key-value head: r = query * G + head within the group. Scores are in base 2.
+Shapes: ``B`` sequences, ``N`` queries of each, ``T`` tokens, ``h`` query heads, ``g`` key-value heads, ``G`` = h / g,
+``d`` head size. Rows of a sequence and key-value head: r = query * G + head within the group. Scores are in base 2.
 Split-KV decoding: "Flash-Decoding" (Dao, Haziza, Massa, Sizov, 2023).
 """
 
@@ -192,17 +192,18 @@ def _attend_span(
 
 @triton.jit
 def _tile_rows(
-    query, committed, seen, sequence, tile, group, query_row_stride, query_stride, N,
+    query, committed, seen, tokens, sequence, tile, group, query_stride, N,
     G: tl.constexpr, d: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a tile: which there are, query and head of each, their queries, and which slots they see."""
+    """The rows of a tile: which there are, query, token and head of each, their queries, and which slots they see."""
     row = tile * ROWS + tl.arange(0, ROWS)
     at = row // G
     own = tl.load(seen + sequence * N + at, mask=row < N * G, other=-1)
     real = own >= 0
+    token = tl.load(tokens + sequence * N + at, mask=real, other=0).to(tl.int64)
     head = group * G + row % G
     column = tl.arange(0, WIDE)
-    address = sequence * query_row_stride + at.to(tl.int64) * query_stride + head * d
+    address = token * query_stride + head * d
     q = tl.load(query + address[:, None] + column[None, :], mask=real[:, None] & (column[None, :] < d), other=0.0)
     prefix = tl.load(committed + sequence)
     limit = tl.where(real, prefix + own, 0)
@@ -210,24 +211,23 @@ def _tile_rows(
     floor = 0  # slots below it no row of the tile sees; a tile that nobody sees would change no bit
     if WINDOW:
         floor = tl.maximum(tl.min(tl.where(real, limit, reach), 0) - WINDOW, 0)
-    return real, at, head, q, prefix, limit, reach, floor
+    return real, at, token, head, q, prefix, limit, reach, floor
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def _attend(
-    query, key_pages, value_pages, page_table, committed, seen, paths, out, scale,
-    query_row_stride, query_stride, table_stride,
+    query, key_pages, value_pages, page_table, committed, seen, tokens, paths, out, scale, query_stride, table_stride,
     key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, path_width, N,
     page_size: tl.constexpr, h: tl.constexpr, g: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr,
     IS_TREE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     WINDOW: tl.constexpr, PATH_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out [B, N, h, d], of a sequence, key-value head and tile by one program."""
+    """out [T, h, d], of a sequence, key-value head and tile by one program."""
     G: tl.constexpr = h // g
     tile, group = tl.program_id(0), tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
-    real, at, head, q, prefix, limit, reach, floor = _tile_rows(
-        query, committed, seen, sequence, tile, group, query_row_stride, query_stride, N, G, d, ROWS, WIDE, WINDOW
+    real, at, token, head, q, prefix, limit, reach, floor = _tile_rows(
+        query, committed, seen, tokens, sequence, tile, group, query_stride, N, G, d, ROWS, WIDE, WINDOW
     )
     whole_top = tl.full((ROWS,), float("-inf"), tl.float32)
     whole_total = tl.full((ROWS,), 0.0, tl.float32)
@@ -243,18 +243,14 @@ def _attend(
         whole = whole * shrink[:, None] + part * weight[:, None]
     whole = whole / tl.where(whole_total > 0, whole_total, 1.0)[:, None]
     column = tl.arange(0, WIDE)
-    place = (sequence * N + at) * h + head
-    tl.store(
-        out + place[:, None] * d + column[None, :],
-        whole.to(out.dtype.element_ty),
-        mask=(at < N)[:, None] & (column[None, :] < d),
-    )
+    address = (token * h + head)[:, None] * d + column[None, :]
+    tl.store(out + address, whole.to(out.dtype.element_ty), mask=real[:, None] & (column[None, :] < d))
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def _attend_spans(
-    query, key_pages, value_pages, page_table, committed, seen, paths, partial, partial_lse, scale,
-    query_row_stride, query_stride, table_stride,
+    query, key_pages, value_pages, page_table, committed, seen, tokens, paths, partial, partial_lse, scale,
+    query_stride, table_stride,
     key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, path_width, num_spans, B, N,
     page_size: tl.constexpr, h: tl.constexpr, g: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr,
     SEQUENCES: tl.constexpr, IS_TREE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
@@ -273,8 +269,8 @@ def _attend_spans(
     for item in range(tl.program_id(0), tl.max(ends, 0) * g * tiles, tl.num_programs(0)):
         tile, group, number = item % tiles, item // tiles % g, item // tiles // g
         sequence = tl.sum((ends <= number).to(tl.int32), 0).to(tl.int64)
-        real, at, head, q, prefix, limit, reach, floor = _tile_rows(
-            query, committed, seen, sequence, tile, group, query_row_stride, query_stride, N, G, d, ROWS, WIDE, WINDOW
+        real, at, _, head, q, prefix, limit, reach, floor = _tile_rows(
+            query, committed, seen, tokens, sequence, tile, group, query_stride, N, G, d, ROWS, WIDE, WINDOW
         )
         span = _first_span(prefix, SPAN, WINDOW) + number - tl.max(tl.where(ends <= number, ends, 0), 0)
         part, lse = _attend_span(
@@ -291,7 +287,7 @@ def _attend_spans(
 
 @triton.jit(do_not_specialize=_VARYING)
 def _join_spans(
-    partial, partial_lse, committed, seen, out, num_spans, N,
+    partial, partial_lse, committed, seen, tokens, out, num_spans, N,
     h: tl.constexpr, d: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, WINDOW: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -302,6 +298,7 @@ def _join_spans(
     prefix = tl.load(committed + query // N)
     own = tl.load(seen + query)
     limit = tl.where(own >= 0, prefix + own, 0)
+    token = tl.load(tokens + query).to(tl.int64)
     whole_top = float("-inf")
     whole_total = 0.0
     whole = tl.full((WIDE,), 0.0, tl.float32)
@@ -312,7 +309,7 @@ def _join_spans(
         whole_top, whole_total, shrink, weight = _combine_softmax_sums(whole_top, whole_total, lse)
         whole = whole * shrink + part * weight
     whole = whole / tl.where(whole_total > 0, whole_total, 1.0)
-    tl.store(out + place * d + column, whole.to(out.dtype.element_ty), mask=column < d)
+    tl.store(out + (token * h + place % h) * d + column, whole.to(out.dtype.element_ty), mask=(column < d) & (own >= 0))
 
 
 @cache
@@ -341,16 +338,19 @@ def paged_attention(
     page_table: Tensor,
     committed: Tensor,
     seen: Tensor,
+    tokens: Tensor,
     paths: Tensor | None,
     by_span: bool | None,
     window: int,
     most_bytes: int,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Arguments as the public function's, and the most memory for partial results -> [B, N, h * d]."""
-    B, N, h, d = query.shape
+    """Arguments as the public function's, and the most memory for partial results -> ``out`` [T, h * d]."""
+    (B, N), (T, h, d) = seen.shape, query.shape
     page_size, g = key_pages.shape[1], key_pages.shape[2]
-    out = torch.empty((B, N, h * d), dtype=query.dtype, device=query.device)
-    if not out.numel():
+    if out is None:
+        out = torch.empty((T, h * d), dtype=query.dtype, device=query.device)
+    if not (out.numel() and B * N):
         return out
     tile, num_spans = tile_of(query), triton.cdiv(page_table.shape[1] * page_size, SPAN)
     num_programs = _WAVES * num_multiprocessors(query)
@@ -360,15 +360,15 @@ def paged_attention(
     most = max(4, most // 4 * 4)  # Triton compiles again for an address that is no multiple of 16
     if most < B:
         size = triton.cdiv(triton.cdiv(B, triton.cdiv(B, most)), 4) * 4  # of parts that are nearly equal
-        whole = query, page_table, committed, seen, *(() if paths is None else (paths,)), out
-        for q, table, c, s, *p, into in zip(*(torch.split(x, size) for x in whole), strict=True):
-            given = q, key_pages, value_pages, table, c, s, p[0] if p else None
-            into.copy_(paged_attention(*given, by_span, window, most_bytes))
+        whole = page_table, committed, seen, tokens, *(() if paths is None else (paths,))
+        for table, c, s, t, *p in zip(*(torch.split(x, size) for x in whole), strict=True):
+            given = query, key_pages, value_pages, table, c, s, t, p[0] if p else None
+            paged_attention(*given, by_span, window, most_bytes, out)
         return out
     tiles, wide = triton.cdiv(N * (h // g), tile.rows), max(16, triton.next_power_of_2(d))
-    tensors = query, key_pages, value_pages, page_table, committed, seen, seen if paths is None else paths
+    tensors = query, key_pages, value_pages, page_table, committed, seen, tokens, seen if paths is None else paths
     strides = (
-        _LOG2_E * d**-0.5, query.stride(0), query.stride(1), page_table.stride(0),
+        _LOG2_E * d**-0.5, query.stride(0), page_table.stride(0),
         key_pages.stride(0), key_pages.stride(1), value_pages.stride(0), value_pages.stride(1),
         0 if paths is None else paths.shape[2],
     )  # fmt: skip
@@ -385,7 +385,7 @@ def paged_attention(
         *tensors, partial, lse, *strides, num_spans, B, N, page_size, h, g, d, SPAN, _MOST_SEQUENCES, *form, **options
     )
     _join_spans[(B * N * h,)](
-        partial, lse, committed, seen, out, num_spans, N, h, d, SPAN, wide, window, _JOINED_AT_ONCE, num_warps=1,
-        enable_fp_fusion=False,
+        partial, lse, committed, seen, tokens, out, num_spans, N, h, d, SPAN, wide, window, _JOINED_AT_ONCE,
+        num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out
