@@ -23,6 +23,7 @@ from tlt_hpc.rollout import graph_pass
 from tlt_hpc.rollout.decoding import DecodingRounds
 from tlt_hpc.rollout.graph_pass import GraphPasses
 from tlt_hpc.rollout.kv_cache import page_bytes
+from tlt_hpc.rollout.ngram_drafts import NgramDrafts
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import OFF, Strategy
@@ -100,10 +101,10 @@ OPTIONS = {
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_rollout_never_waits_for_the_gpu(gpu, name):
+def test_a_rollout_never_waits_for_the_gpu(gpu, name, monkeypatch):
     """With every kind of draft, rows that come and go, features handed over, and new weights in between.
 
-    Nor for a graph: all are captured before the first rollout.
+    Nor for a graph: all are captured before the first rollout, also for rounds in which no row finds an n-gram.
     """
     engine = gpu_engine(**OPTIONS[name])
     num_graphs = engine._rounds.num_graphs
@@ -117,6 +118,7 @@ def test_a_rollout_never_waits_for_the_gpu(gpu, name):
             engine._cache._keys.zero_()
         engine.load_drafter(engine.drafter.state_dict())
         engine.load_policy(read_folder_weights(embedded_folder()), version)
+        monkeypatch.setattr(NgramDrafts, "_draft_chain", lambda *given: [])
     counts = engine.take_counts()
     assert all(counts.strategies[strategy.name][0] for strategy in STRATEGIES[:4]), counts.strategies
     assert (counts.num_preempted > 0) == (name == "preempted")

@@ -229,12 +229,16 @@ def attention_case(
     }
 
 
-def with_empty_block(case: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The case with a further sequence, none of whose queries takes part."""
-    more = {
+def with_empty_places(case: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The case with places for further queries that do not take part, in each sequence and in one more."""
+    unchanged = "query", "key_pages", "value_pages"
+    more = {name: torch.cat([x, x[:1]]) for name, x in case.items() if name not in unchanged}
         name: torch.cat([x, x[:1]]) for name, x in case.items() if name not in ("query", "key_pages", "value_pages")
     }
     more["seen"][-1] = -1
+    more |= {name: F.pad(more[name], (0, 2), value=value) for name, value in (("seen", -1), ("tokens", 0))}
+    if "paths" in more:
+        more["paths"] = F.pad(more["paths"], (0, 0, 0, 2))
     return case | more
 
 
@@ -289,7 +293,7 @@ def test_programs_share_the_spans_of_all_sequences(triton, N, B, kind, window, m
     for num_processors, by_span, num_bytes in ((1, True, 2**29), (66, True, 2**29), (2, False, 2**29), (2, True, 9)):
         monkeypatch.setattr(programs, "num_multiprocessors", lambda x, number=num_processors: number)
         monkeypatch.setattr(attention, "PARTIAL_BYTES", num_bytes)
-        found.append(attention.paged_attention(**with_empty_block(case), by_span=by_span, window=window))
+        found.append(attention.paged_attention(**with_empty_places(case), by_span=by_span, window=window))
     assert_close(found[0], wanted, torch.float32, scale=2.0)
     assert all(torch.equal(other, found[0]) for other in found[1:])
 
@@ -310,7 +314,7 @@ def test_paged_attention(triton, monkeypatch, sizes, window, tall, kind, by_span
     got = attention.paged_attention(**case, by_span=by_span, window=window)
     assert got.shape == wanted.shape and got.dtype == dtype
     assert_close(got, wanted, dtype, scale=2.0)
-    reference = attention.paged_attention_reference(**with_empty_block(case), window=window)
+    reference = attention.paged_attention_reference(**with_empty_places(case), window=window)
     assert_close(reference, wanted, dtype, scale=2.0)
 
 

@@ -113,7 +113,7 @@ class Chooser:
         ``stored``: the texts that some sequences have; with 0 drafts these are decoded like the others. ``max_tokens``:
         of the pass, if stored texts are used.
         """
-        assert num_live > 0
+        assert num_live > 0 and (max_tokens or not stored)
         self._has_choice |= len(stored) > 0
         self._usable = [self._index[strategy] for strategy in usable]
         found = self._pick_stored(num_live, stored, max_tokens) if stored else None

@@ -153,7 +153,7 @@ class DecodingRounds:
                 reader, others = passes.noise_reader(which, strategy.depth), [responses[row] for row in which]
                 drafts.update(zip(which, self.ngram.draft_chains(others, reader, strategy), strict=True))
             nodes = [[one.text[-1], *drafts.get(row, ())] for row, one in enumerate(responses)]
-            chains = make_draft_chains(nodes, self._device)
+            chains = make_draft_chains(nodes, self._device) if max(map(len, nodes)) > 1 else None
         if strategy.source == "drafter" and which:
             if self.graphs is not None:
                 found = self.graphs.draft_rows(which, strategy, self.tokens_in_flight)

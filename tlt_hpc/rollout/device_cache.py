@@ -185,7 +185,7 @@ def make_block_layout(
 
     Blocks have ``num_queries``; how many there are follows from the other numbers alone.
     """
-    places = span_index([SpanGroup((row,), width) for row, width in enumerate(widths)], num_tokens, num_rows - 1)
+    index = span_index([SpanGroup((row,), width) for row, width in enumerate(widths)], num_tokens, num_rows - 1)
     all_widths = np.array([*widths, *filter(None, [num_tokens - sum(widths)])])
     each = -(-all_widths // num_queries)
     num_blocks = num_tokens if num_queries == 1 else min(num_tokens, num_rows) + 1 + num_tokens // num_queries
@@ -193,7 +193,7 @@ def make_block_layout(
     token_of_slot = np.full(num_blocks * num_queries, -1)
     within = np.arange(num_tokens) - np.repeat(np.cumsum(all_widths) - all_widths, all_widths)
     token_of_slot[starts + within] = np.arange(num_tokens)
-    numbers = upload(np.concatenate((places.flatten(), token_of_slot)), device)
+    numbers = upload(np.concatenate((index.flatten(), token_of_slot)), device)
     return SpanLayout.from_numbers(numbers, num_tokens, num_queries, num_rows, max(widths, default=1))
 
 

@@ -337,10 +337,11 @@ class RolloutEngine:
         scheduler, rounds, has_stored = self._scheduler, self._rounds, self._scheduler.has_stored
         if has_stored:  # the cursors need the texts
             self._finish_launched_rounds()
+        start = time.perf_counter()
+        if has_stored:
             scheduler.follow_stored_texts()
         if not self._rows.num_live:
             return
-        start = time.perf_counter()
         strategy, depth = self._choose()
         overlaps = not has_stored and rounds.overlaps(strategy)
         prepared = time.perf_counter() - start

@@ -31,15 +31,17 @@ from tlt_hpc.rollout.tie_guard import score_tolerances
 
 logger = logging.getLogger(__name__)
 
-_SMALL_SIZES = (1, 8, 64)
-"""Fewer rows or tokens than the last of these take about as long as it: a pass reads all weights."""
+_SMALL_SIZES = (1, 16, 64)
+"""Fewer rows or tokens than the last of these take about as long as it: a pass reads all weights, and the matrix unit
+takes at least 16 rows at once.
+"""
 _SORTED_ROWS = 32
 
 
 def graph_size(count: int, most: int, is_tree: bool = False) -> int:
     """The rows or tokens of the graph that serves so many, never above ``most``.
 
-    Above 256 they are at most a quarter more. Trees, which large batches hardly use, have half as many sizes.
+    Above 256 they are at most a quarter more, of trees, which large batches hardly use, half.
     """
     if count <= _SMALL_SIZES[-1]:
         return min(most, next(size for size in _SMALL_SIZES if size >= count))

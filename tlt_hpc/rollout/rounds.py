@@ -40,7 +40,7 @@ class RoundPlan:
     strategy: Strategy
     """Of the rows that do not draft from a stored text."""
     stored: Mapping[int, StoredText] = field(default_factory=dict)
-    """By row, the stored text that it drafts from."""
+    """By row, the stored text that it drafts from; the round is read before the text's cursor moves."""
     stored_depth: int = 0
     """Most drafts from a stored text."""
     prepared_seconds: float = 0.0

@@ -96,7 +96,7 @@ class LiveRows:
 
     def index_of(self, which: Sequence[int]) -> Tensor:
         """Rows as an index [B]; the same rows are often asked for again."""
-        if which[-1] == len(which) - 1:  # they ascend, so these are the first
+        if which[-1] == len(which) - 1:  # they ascend, up to repetitions of the spare row: these are the first
             return self.index[: len(which)]
         if (kept := tuple(which)) not in self._indexes:
             if len(self._indexes) >= _MOST_INDEXES:

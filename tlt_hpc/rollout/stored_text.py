@@ -49,15 +49,12 @@ class StoredText:
             return self._num_seen - self._lost_at > _GIVEN_UP
         return self._next >= len(self._tokens)
 
-    def follow_response(self, text: Sequence[int], start: int, room: int) -> int:
-        """Follow a response that begins at ``start`` of its ``text``; returns how many drafts there are for its next
-        ``room`` tokens.
-        """
+    def follow_response(self, text: Sequence[int], start: int, room: int) -> None:
+        """Follow a response that begins at ``start`` of its ``text`` and may get ``room`` more tokens."""
         self._advance(text, start)
         left = len(self._tokens) - self._next if self._next >= 0 else 0
         count = min(left, room, len(self._tokens) if self.is_sure else _UNSURE_DRAFTS)
         self.num_drafts = count if count >= _MIN_DRAFTS else 0
-        return self.num_drafts
 
     def next_drafts(self, most: int) -> list[int]:
         """The next tokens of the text, at most so many and no more than ``num_drafts``."""
