@@ -135,3 +135,9 @@ def test_fused_layers_say_what_plain_ones_say(family, programs, monkeypatch, fus
     for got, wanted in zip(fused, plain, strict=True):
         assert wanted.std() > 0.1
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_wide_chunks_have_each_token_once_beside_a_row_that_repeats_its_only_position():
+    positions = torch.stack((torch.zeros(70, dtype=torch.int64), torch.arange(70)))
+    blocks = device_cache.chain_blocks(positions, torch.zeros(2, 3, dtype=torch.int32))
+    assert sorted(blocks.tokens[blocks.seen >= 0].tolist()) == list(range(140))

@@ -233,8 +233,6 @@ def with_empty_places(case: dict[str, Tensor]) -> dict[str, Tensor]:
     """The case with places for further queries that do not take part, in each sequence and in one more."""
     unchanged = "query", "key_pages", "value_pages"
     more = {name: torch.cat([x, x[:1]]) for name, x in case.items() if name not in unchanged}
-        name: torch.cat([x, x[:1]]) for name, x in case.items() if name not in ("query", "key_pages", "value_pages")
-    }
     more["seen"][-1] = -1
     more |= {name: F.pad(more[name], (0, 2), value=value) for name, value in (("seen", -1), ("tokens", 0))}
     if "paths" in more:
