@@ -6,7 +6,8 @@ Shapes: ``T`` tokens of a pass, ``B`` rows, ``m`` columns of the longest path, `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from tlt_hpc.rollout.ngram_drafts import NoiseAt, make_noise_reader
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.sampling import choose_tokens_by_rule, token_log_probs
 from tlt_hpc.rollout.scheduler import Scheduler
-from tlt_hpc.rollout.spans import DraftTable, LayoutCache, SpanLayout, Spans, flatten_drafts
+from tlt_hpc.rollout.spans import NUM_KEPT, DraftTable, SpanLayout, Spans, flatten_drafts
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.target_pass import AcceptedPath, PassOutcome, TargetPass
 from tlt_hpc.rollout.tie_guard import TieGuard
@@ -31,11 +32,10 @@ class EagerPasses:
     noise: NoiseWindow
     guard: TieGuard
     learned: LearnedDrafts | None
-    _layouts: LayoutCache = field(default_factory=LayoutCache)
 
-    def layout_of_widths(self, widths: tuple[int, ...]) -> SpanLayout:
-        """The layout of a pass over all live rows, whose spans have these widths."""
-        return self._layouts.get(widths, self.target.cache.make_span_layout)
+    def __post_init__(self) -> None:
+        self.layout_of_widths = lru_cache(NUM_KEPT)(self.target.cache.make_span_layout)
+        """The layout of a pass over all live rows, whose spans have these widths (a tuple)."""
 
     # -- drafts -------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from tlt_hpc.rollout.ngram_drafts import NoiseAt
 from tlt_hpc.rollout.noise import NoiseWindow, gumbel_number, noise_key
 from tlt_hpc.rollout.sampling import lowest_kept_scores, token_log_probs
 from tlt_hpc.rollout.settings import EngineSettings
-from tlt_hpc.rollout.spans import DraftTable, LayoutCache, SpanLayout, Spans, flatten_drafts
+from tlt_hpc.rollout.spans import NUM_KEPT, DraftTable, SpanLayout, Spans, flatten_drafts
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.target_pass import AcceptedPath, PassOutcome, TargetPass
 from tlt_hpc.rollout.tie_guard import score_tolerances
@@ -74,7 +74,7 @@ class GraphPasses:
         self._tolerance = torch.zeros(1, device=device)
         """The tie guard's zone of doubt in logits; 0: off."""
         self._given_tolerance = 0.0
-        self._graphs, self._layouts = GraphPool(device), {is_tree: LayoutCache() for is_tree in (False, True)}
+        self._graphs, self._layout_of_widths = GraphPool(device), lru_cache(NUM_KEPT)(self._make_layout)
 
     @property
     def num_graphs(self) -> int:
@@ -89,8 +89,7 @@ class GraphPasses:
 
     def layout_of_drafts(self, drafts: DraftTable) -> SpanLayout:
         """The layout of all live rows, which have these drafts, filled up to a graph's size."""
-        is_tree = drafts.parents is not None
-        return self._layouts[is_tree].get(tuple(drafts.widths), partial(self._make_layout, is_tree=is_tree))
+        return self._layout_of_widths(tuple(drafts.widths), drafts.parents is not None)
 
     def _make_layout(self, widths: tuple[int, ...], is_tree: bool) -> SpanLayout:
         return self._cache.make_span_layout(widths, graph_size(sum(widths), self._most_tokens[is_tree], is_tree))

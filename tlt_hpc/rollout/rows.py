@@ -8,15 +8,14 @@ Shapes: ``R`` rows at most, ``B`` rows of a round, ``P`` positions of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from tlt_hpc.rollout.responses import Response
-from tlt_hpc.rollout.spans import SpanLayout, Spans, make_spans
+from tlt_hpc.rollout.spans import NUM_KEPT, SpanLayout, Spans, make_spans
 from tlt_hpc.rollout.transfer import swap_rows_in_place, upload, write_number_on_device
-
-_MOST_INDEXES = 64
 
 
 class LiveRows:
@@ -43,7 +42,7 @@ class LiveRows:
         self.ends = torch.tensor(end_token_ids, dtype=torch.int64, device=device)
         """End tokens [e], the same for all rows."""
         self.index = torch.arange(num_rows, device=device)
-        self._indexes: dict[tuple[int, ...], Tensor] = {}
+        self._uploaded = lru_cache(NUM_KEPT)(partial(upload, device=device))
         self.responses: list[Response] = []
 
     @property
@@ -95,14 +94,10 @@ class LiveRows:
         return spans.positions + 1 - self.starts[spans.layout.rows]
 
     def index_of(self, which: Sequence[int]) -> Tensor:
-        """Rows as an index [B]; the same rows are often asked for again."""
+        """Rows as an index [B]."""
         if which[-1] == len(which) - 1:  # they ascend, up to repetitions of the spare row: these are the first
             return self.index[: len(which)]
-        if (kept := tuple(which)) not in self._indexes:
-            if len(self._indexes) >= _MOST_INDEXES:
-                self._indexes.clear()
-            self._indexes[kept] = upload(which, self.index.device)
-        return self._indexes[kept]
+        return self._uploaded(tuple(which))
 
     def append_tokens(self, chosen: Tensor, counts: Tensor) -> None:
         """Append the first ``counts`` [B] of ``chosen`` [B, n].

@@ -9,7 +9,7 @@ the longest path.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,7 +23,8 @@ from tlt_hpc.rollout.transfer import upload
 
 EMPTY = -1
 """The token of a missing node: it equals no choice, so no path contains it."""
-_MOST_LAYOUTS = 64
+NUM_KEPT = 64
+"""Layouts, and indexes of rows, of the last rounds that are kept: the same ones are often asked for again."""
 _GROUP_TOKENS = 8
 """Tokens that a further group of spans costs as much as: its attention is computed by itself."""
 
@@ -195,21 +196,6 @@ class SpanLayout:
             found.append(slice(count) if in_order else self.rows[start : end : group.width])
             start = end
         return found
-
-
-class LayoutCache:
-    """The layouts of the last rounds, by the widths of the rows' spans."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, ...], SpanLayout] = {}
-
-    def get(self, widths: tuple[int, ...], make: Callable[[tuple[int, ...]], SpanLayout]) -> SpanLayout:
-        """The layout for these widths, made if it is not there."""
-        if widths not in self._kept:
-            if len(self._kept) >= _MOST_LAYOUTS:
-                self._kept.clear()
-            self._kept[widths] = make(widths)
-        return self._kept[widths]
 
 
 def make_span_layout(groups: Sequence[SpanGroup], device: torch.device) -> SpanLayout:
